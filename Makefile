@@ -1,0 +1,44 @@
+# `make demo` and `make test` set everything up themselves; the rest are for development.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+PY     := .venv/bin/python
+
+# Some virtual machines advertise AMX and trap on it; oneDNN must not use what is not there.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+
+.PHONY: help setup test test-slow sanitize lint wheel bench demo clean
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/: .*## /\t/' | expand -t 14
+
+setup: .venv/.installed   ## create .venv with torch and the package
+
+# torch first and pinned: the build on hand satisfies the package's range, so nothing larger is fetched.
+.venv/.installed: pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)" "numpy>=2"
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+test: setup      ## the fast tests
+	$(PY) -m pytest
+
+test-slow: setup ## every test, the long ones too
+	$(PY) -m pytest -m "slow or not slow"
+
+lint: setup      ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+wheel: setup     ## build the wheel into dist/
+	$(PY) -m build --wheel
+
+bench: setup     ## time the operators against their peers
+	$(PY) benchmarks/ops.py
+
+demo: setup      ## the main job, on data that is always there
+	$(PY) benchmarks/ops.py --quick
+
+clean:           ## remove what the other targets made
+	rm -rf .venv dist build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,259 @@
+"""The public operators: arguments are checked and normalised here, then handed to a backend.
+
+A backend is a module with `precondition_keys` and `delta_rule` (and `online_scaled_delta_rule` where it has
+one fused pass) over tensors of one floating dtype.
+"""
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from osdn.ops import checks
+
+BACKENDS = ("reference", "chunkwise", "cpu", "triton")
+
+
+def available_backends(device: str | torch.device = "cpu") -> list[str]:
+    """The backends that run on `device` here, the one `auto` would take first.
+
+    >>> "reference" in available_backends()
+    True
+    """
+    kind = torch.device(device).type
+    found = ["chunkwise", "reference"]
+    if kind == "cpu" and _module("cpu").available():
+        found.insert(0, "cpu")
+    return found
+
+
+def precondition_keys(
+    k: Tensor,
+    beta: Tensor,
+    *,
+    eta: float = 0.003,
+    bounds: tuple[float, float] | None = (0.5, 2.0),
+    retention: float | Tensor | None = None,
+    initial_scale: Tensor | None = None,
+    beta_aware: bool = True,
+    eps: float = 1e-6,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Phase 1: the write keys `d * k`, where the scale `d` follows the keys by online gradient descent.
+
+    Args:
+        k: keys `[B, T, H, K]`, normalised by the caller.
+        beta: write strengths `[B, T, HV]`; HV is a multiple of H.
+        eta: step size of the online gradient.
+        bounds: the box the scale is projected into after every token; None leaves it free.
+        retention: what the scale keeps of itself at each token: None (all of it), a number,
+            `[B, T, HV]` or `[B, T, HV, K]`.
+        initial_scale: `[HV, K]` or `[N, HV, K]`; None is ones.
+        beta_aware: whether the inner loss sees `beta`; False puts 1 in its place.
+        eps: floor of the squared key norm.
+        cu_seqlens: `[N + 1]` boundaries of sequences packed into one row; the scale restarts at each.
+        backend: "auto" or one of `available_backends()`.
+
+    Returns:
+        write_keys `[B, T, HV, K]` in k's dtype, and the final scale `[N, HV, K]` in float32 (float64 for
+        float64 keys).
+    """
+    B, T, H, K = checks.keys(k)
+    HV = checks.value_heads("beta", beta, 3, "[B, T, HV]", H)
+    checks.tensor("beta", beta, (B, T, HV), "[B, T, HV]", k.device)
+    settings = checks.scaling(eta, bounds, beta_aware, eps)
+    N = checks.sequence_count(cu_seqlens, B)
+    module = _select(backend, k.device)
+
+    dtype = _compute_dtype(k)
+    write_keys, final_scale = module.precondition_keys(
+        k.to(dtype),
+        beta.to(dtype),
+        _retention(retention, (B, T, HV, K), k.device, dtype),
+        _initial_scale(initial_scale, (N, HV, K), k.device, dtype),
+        settings,
+        cu_seqlens,
+    )
+    return write_keys.to(k.dtype), final_scale
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    write_keys: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Phase 2: the delta rule, reading with `k` and writing with `write_keys`.
+
+    Args:
+        q, k: queries and keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`; HV is a multiple of H.
+        beta: write strengths `[B, T, HV]`.
+        write_keys: `[B, T, HV, K]`; None is `k`, the plain delta rule.
+        log_decay: None (DeltaNet), `[B, T, HV]` (Gated DeltaNet) or `[B, T, HV, K]` (KDA).
+        scale: factor of the output; None is `K ** -0.5`.
+        initial_state: `[N, HV, K, V]`; None is zeros.
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: `[N + 1]` boundaries of sequences packed into one row; the state restarts at each.
+        backend: "auto" or one of `available_backends()`.
+
+    Returns:
+        outputs `[B, T, HV, V]` in v's dtype, and the final state `[N, HV, K, V]` in float32 (float64 for
+        float64 inputs) or None.
+    """
+    B, T, H, K, HV, V, N = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
+    if write_keys is not None:
+        checks.tensor("write_keys", write_keys, (B, T, HV, K), "[B, T, HV, K]", k.device)
+    dtype = _compute_dtype(k)
+    o, final_state = _select(backend, k.device).delta_rule(
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        beta.to(dtype),
+        None if write_keys is None else write_keys.to(dtype),
+        _log_decay(log_decay, (B, T, HV, K), k.device, dtype),
+        None if initial_state is None else initial_state.to(dtype),
+        _output_scale(scale, K),
+        cu_seqlens,
+    )
+    return o.to(v.dtype), final_state if output_final_state else None
+
+
+def online_scaled_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    eta: float = 0.003,
+    bounds: tuple[float, float] | None = (0.5, 2.0),
+    retention: float | Tensor | None = None,
+    initial_scale: Tensor | None = None,
+    beta_aware: bool = True,
+    eps: float = 1e-6,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Both phases: `delta_rule` with the write keys of `precondition_keys`, in one pass where there is one.
+
+    The arguments are those of the two functions.  Returns the outputs, the final state (None unless asked
+    for) and the final scale.
+
+    >>> q, k, v = (torch.nn.functional.normalize(torch.randn(2, 5, 4, 8), dim=-1) for _ in range(3))
+    >>> o, state, scale = online_scaled_delta_rule(q, k, v, torch.rand(2, 5, 4), output_final_state=True)
+    >>> o.shape, state.shape, scale.shape
+    (torch.Size([2, 5, 4, 8]), torch.Size([2, 4, 8, 8]), torch.Size([2, 4, 8]))
+    """
+    B, T, H, K, HV, V, N = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
+    settings = checks.scaling(eta, bounds, beta_aware, eps)
+    module = _select(backend, k.device)
+
+    dtype = _compute_dtype(k)
+    retention = _retention(retention, (B, T, HV, K), k.device, dtype)
+    initial_scale = _initial_scale(initial_scale, (N, HV, K), k.device, dtype)
+    log_decay = _log_decay(log_decay, (B, T, HV, K), k.device, dtype)
+    initial_state = None if initial_state is None else initial_state.to(dtype)
+    factor = _output_scale(scale, K)
+    out_dtype = v.dtype
+    q, k, v, beta = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype)
+    if hasattr(module, "online_scaled_delta_rule"):
+        o, final_state, final_scale = module.online_scaled_delta_rule(
+            q, k, v, beta, retention, initial_scale, settings, log_decay, initial_state, factor, cu_seqlens
+        )
+    else:
+        w, final_scale = module.precondition_keys(k, beta, retention, initial_scale, settings, cu_seqlens)
+        o, final_state = module.delta_rule(q, k, v, beta, w, log_decay, initial_state, factor, cu_seqlens)
+    return o.to(out_dtype), final_state if output_final_state else None, final_scale
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"osdn.ops.{name}")
+
+
+def _select(backend: str, device: torch.device) -> ModuleType:
+    if backend == "auto":
+        backend = "cpu" if device.type == "cpu" and _module("cpu").available() else "chunkwise"
+    if backend not in BACKENDS:
+        raise ValueError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(BACKENDS)}')
+    if backend == "cpu":
+        if device.type != "cpu":
+            raise ValueError(f'backend="cpu" needs tensors on the CPU; they are on {device}')
+        if not _module("cpu").available():
+            backend = "chunkwise"  # the reason was given when the compilation was tried
+    return _module(backend)
+
+
+def _compute_dtype(k: Tensor) -> torch.dtype:
+    return torch.float64 if k.dtype == torch.float64 else torch.float32
+
+
+def _output_scale(scale: Any, K: int) -> float:
+    return K**-0.5 if scale is None else checks.number("scale", scale, -float("inf"))
+
+
+def _check_delta_rule(
+    q: Any, k: Any, v: Any, beta: Any, initial_state: Any, cu_seqlens: Any
+) -> tuple[int, int, int, int, int, int, int]:
+    """The sizes (B, T, H, K, HV, V, N), once the tensors agree on them."""
+    B, T, H, K = checks.keys(k)
+    checks.tensor("q", q, (B, T, H, K), "[B, T, H, K]", k.device)
+    HV = checks.value_heads("v", v, 4, "[B, T, HV, V]", H)
+    V = v.shape[3]
+    if V < 1:
+        raise ValueError(f"v has shape {list(v.shape)}; it needs at least one channel")
+    checks.tensor("v", v, (B, T, HV, V), "[B, T, HV, V]", k.device)
+    checks.same_dtype(q=q, k=k, v=v)
+    checks.tensor("beta", beta, (B, T, HV), "[B, T, HV]", k.device)
+    N = checks.sequence_count(cu_seqlens, B)
+    if initial_state is not None:
+        checks.tensor("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V]", k.device)
+    return B, T, H, K, HV, V, N
+
+
+def _log_decay(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    _per_head_or_channel("log_decay", x, shape, device)
+    return x.to(dtype)
+
+
+def _retention(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> float | Tensor:
+    if x is None:
+        return 1.0
+    if isinstance(x, (int, float)):
+        return checks.number("retention", x)
+    _per_head_or_channel("retention", x, shape, device)
+    return x.to(dtype)
+
+
+def _per_head_or_channel(name: str, x: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    if isinstance(x, Tensor) and x.ndim == 3:
+        checks.tensor(name, x, shape[:3], "[B, T, HV]", device)
+    else:
+        checks.tensor(name, x, shape, "[B, T, HV] or [B, T, HV, K]", device)
+
+
+def _initial_scale(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    if isinstance(x, Tensor) and x.ndim == 2:
+        checks.tensor("initial_scale", x, shape[1:], "[HV, K]", device)
+        x = x.expand(shape)
+    checks.tensor("initial_scale", x, shape, "[HV, K] or [N, HV, K]", device)
+    return x.to(dtype)

@@ -1,2 +1,390 @@
+"""The `cpu` backend: PyTorch operators around the compiled kernels.
+
+Each of the two kernels, phase 1 alone and phase 2 with or without phase 1, is a custom operator with a fake
+implementation and a registered backward, so that autograd and `torch.compile` see through it.  Where neither
+is watching, as in decoding, the kernel is called directly.
+"""
+
+import ctypes
+import math
+import struct
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from osdn.ops import checks
+from osdn.ops.checks import Scaling
+from osdn.ops.cpu.build import BuildError, library
+
+SPAN = 64  # tokens between two checkpoints, as in kernels.cpp
+
+# The fields of `struct Call` in kernels.cpp: 28 pointers, 11 integers, 6 numbers.
+POINTERS = (
+    "q k v beta write_keys log_decay retention initial_scale initial_state cu_seqlens "
+    "out final_state final_scale errors state_checkpoints scale_checkpoints "
+    "grad_out grad_final_state grad_final_scale "
+    "grad_q grad_k grad_v grad_beta grad_write_keys grad_log_decay grad_retention "
+    "grad_initial_scale grad_initial_state"
+).split()
+CALL = struct.Struct(f"{len(POINTERS)}q11q6d")
+
+
+@cache
 def available() -> bool:
-    return False
+    """Whether the kernels are compiled or can be; a warning says once why not."""
+    try:
+        _kernels(torch.float32)
+    except BuildError as error:
+        warnings.warn(f"osdn's CPU kernels are not available, using 'chunkwise': {error}", stacklevel=3)
+        return False
+    return True
+
+
+@cache
+def _kernels(dtype: torch.dtype) -> dict[str, Callable[[bytes], int]]:
+    compiled = library("double" if dtype == torch.float64 else "float")
+    functions = {}
+    for name in ("forward", "backward", "precondition", "precondition_back"):
+        function = getattr(compiled, f"osdn_{name}")
+        function.argtypes = [ctypes.c_char_p]
+        functions[name] = function
+    return functions
+
+
+# What an operator takes beside tensors: eta, low, high, eps, the constant retention, the output's scale, and
+# whether the scale's feedback sees beta.  A flat list, because that is what an operator's schema can hold.
+def _numbers(settings: Scaling, retention: float | Tensor, scale: float) -> list[float]:
+    low, high = settings.bounds or (-math.inf, math.inf)
+    constant = retention if isinstance(retention, float) else 1.0
+    return [settings.eta, low, high, settings.eps, constant, scale, float(settings.beta_aware)]
+
+
+def _run(
+    kernel: str,
+    k: Tensor,
+    tensors: tuple[Tensor | None, ...],  # in the order of POINTERS; those not given are absent
+    sizes: tuple[int, int, int],  # N, HV, V
+    kinds: tuple[int, int, bool],  # of decay, of retention; whether phase 1 runs
+    numbers: list[float],
+) -> None:
+    """Packs a call and runs it.  Every tensor is contiguous, on the CPU, of k's dtype, its shape checked."""
+    _, T, H, K = k.shape
+    N, HV, V = sizes
+    pointers = [0 if x is None else x.data_ptr() for x in tensors]
+    pointers += [0] * (len(POINTERS) - len(pointers))
+    *reals, beta_aware = numbers
+    integers = (N, T, H, HV, K, V, *kinds, int(beta_aware), torch.get_num_threads())
+    if _kernels(k.dtype)[kernel](CALL.pack(*pointers, *integers, *reals)):
+        raise MemoryError("out of memory in osdn's CPU kernels")
+
+
+def _kind(x: Tensor | None) -> int:
+    return 0 if x is None else x.ndim - 2
+
+
+def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if x is None else x.contiguous() for x in tensors)
+
+
+def _host_boundaries(cu_seqlens: Tensor | None, T: int) -> Tensor | None:
+    if cu_seqlens is None:
+        return None
+    checks.boundaries(cu_seqlens, T)
+    return cu_seqlens.to("cpu", torch.int64).contiguous()
+
+
+def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError("osdn's CPU kernels have no second derivative; use backend='reference' for it")
+
+
+def _sum_groups(grad: Tensor, H: int) -> Tensor:
+    """Value heads [B, T, HV, K] that share a key head add their gradients: [B, T, H, K]."""
+    B, T, HV, K = grad.shape
+    return grad if HV == H else grad.view(B, T, H, HV // H, K).sum(3)
+
+
+# ------------------------------------------------------------------------------------- phase 2, or both
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    write_keys: Tensor | None,
+    log_decay: Tensor | None,
+    retention: Tensor | None,
+    initial_scale: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    numbers: list[float],
+    online: bool,
+    save: bool,
+) -> list[Tensor]:
+    """Outputs, final state, final scale; with `save` also the errors and the checkpoints of both states."""
+    outputs = _forward_outputs(k, v, cu_seqlens, online, save)
+    cu_seqlens = _host_boundaries(cu_seqlens, k.shape[1])
+    inputs = _contiguous(q, k, v, beta, write_keys, log_decay, retention, initial_scale, initial_state)
+    kinds = (_kind(log_decay), _kind(retention), online)
+    places = [x if x.numel() or i < 3 else None for i, x in enumerate(outputs)]
+    _run("forward", k, (*inputs, cu_seqlens, *places), (outputs[1].shape[0], *v.shape[2:]), kinds, numbers)
+    return outputs
+
+
+def _forward_outputs(
+    k: Tensor, v: Tensor, cu_seqlens: Tensor | None, online: bool, save: bool
+) -> list[Tensor]:
+    B, T, _, K = k.shape
+    HV, V = v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    spans = B * T // SPAN if save else 0
+    return [
+        v.new_empty(B, T, HV, V),
+        v.new_empty(N, HV, K, V),
+        v.new_empty(N if online else 0, HV, K),
+        v.new_empty(B if save else 0, T, HV, V),
+        v.new_empty(spans, HV, K, V),
+        v.new_empty(spans if online else 0, HV, K),
+    ]
+
+
+_delta_rule = torch.library.custom_op("osdn::cpu_delta_rule", _forward, mutates_args=(), device_types="cpu")
+
+
+@_delta_rule.register_fake
+def _(q, k, v, beta, w, g, r, d0, S0, cu_seqlens, numbers, online, save):  # type: ignore[no-untyped-def]
+    return _forward_outputs(k, v, cu_seqlens, online, save)
+
+
+@torch.library.custom_op("osdn::cpu_delta_rule_backward", mutates_args=(), device_types="cpu")
+def _delta_rule_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    write_keys: Tensor | None,
+    log_decay: Tensor | None,
+    retention: Tensor | None,
+    initial_scale: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    errors: Tensor,
+    state_checkpoints: Tensor,
+    scale_checkpoints: Tensor,
+    grad_out: Tensor,
+    grad_final_state: Tensor | None,
+    grad_final_scale: Tensor | None,
+    numbers: list[float],
+    online: bool,
+) -> list[Tensor]:
+    """Gradients of the first nine arguments; those of q and k have one head per value head."""
+    grads = _gradients(k, v, beta, write_keys, log_decay, retention, initial_scale, initial_state)
+    cu_seqlens = _host_boundaries(cu_seqlens, k.shape[1])
+    inputs = _contiguous(q, k, v, beta, write_keys, log_decay, retention, initial_scale, initial_state)
+    saved = _contiguous(errors, state_checkpoints, scale_checkpoints)
+    incoming = _contiguous(grad_out, grad_final_state, grad_final_scale)
+    places = [x if x.numel() else None for x in grads]
+    N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    kinds = (_kind(log_decay), _kind(retention), online)
+    tensors = (*inputs, cu_seqlens, None, None, None, *saved, *incoming, *places)
+    _run("backward", k, tensors, (N, *v.shape[2:]), kinds, numbers)
+    return grads
+
+
+def _gradients(k: Tensor, v: Tensor, beta: Tensor, *optional: Tensor | None) -> list[Tensor]:
+    B, T, _, K = k.shape
+    per_head = (B, T, v.shape[2], K)
+    required = [k.new_empty(per_head), k.new_empty(per_head), k.new_empty(v.shape), k.new_empty(beta.shape)]
+    return required + [k.new_empty(0 if x is None else x.shape) for x in optional]
+
+
+@_delta_rule_backward.register_fake
+def _(q, k, v, beta, w, g, r, d0, S0, *others):  # type: ignore[no-untyped-def]
+    return _gradients(k, v, beta, w, g, r, d0, S0)
+
+
+_delta_rule_backward.register_autograd(_refuse_double_backward)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *tensors, ctx.numbers, ctx.online, save = inputs
+    ctx.save_for_backward(*tensors, *(output[3:] if save else ()))
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    q, k, v, *optional = saved[:9]
+    grad_out, grad_final_state, grad_final_scale = grads[:3]
+    if grad_out is None:
+        grad_out = torch.zeros_like(v)
+    made = _delta_rule_backward(
+        *saved, grad_out, grad_final_state, grad_final_scale, ctx.numbers, ctx.online
+    )
+    result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
+    result[0], result[1] = _sum_groups(made[0], k.shape[2]), _sum_groups(made[1], k.shape[2])
+    return (*result, None, None, None, None)
+
+
+_delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _call(operator: Any, plain: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
+    """Through the dispatcher when a gradient or a compiler is watching, directly when not."""
+    differentiate = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+    if differentiate or torch.compiler.is_compiling():
+        return operator(*arguments, differentiate)
+    return plain(*arguments, False)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    write_keys: Tensor | None,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    numbers = [0.0, 0.0, 0.0, 1.0, 1.0, scale, 0.0]
+    tensors = (q, k, v, beta, write_keys, log_decay, None, None, initial_state, cu_seqlens)
+    o, final_state, *_ = _call(_delta_rule, _forward, *tensors, numbers, False)
+    return o, final_state
+
+
+def online_scaled_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    retention: float | Tensor,
+    initial_scale: Tensor | None,
+    settings: Scaling,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    numbers = _numbers(settings, retention, scale)
+    r = retention if isinstance(retention, Tensor) else None
+    tensors = (q, k, v, beta, None, log_decay, r, initial_scale, initial_state, cu_seqlens)
+    o, final_state, final_scale, *_ = _call(_delta_rule, _forward, *tensors, numbers, True)
+    return o, final_state, final_scale
+
+
+# ---------------------------------------------------------------------------------------- phase 1 alone
+def _precondition(
+    k: Tensor,
+    beta: Tensor,
+    retention: Tensor | None,
+    initial_scale: Tensor | None,
+    cu_seqlens: Tensor | None,
+    numbers: list[float],
+    save: bool,
+) -> list[Tensor]:
+    """Write keys and the final scale; with `save` also checkpoints of the scale."""
+    outputs = _precondition_outputs(k, beta, cu_seqlens, save)
+    cu_seqlens = _host_boundaries(cu_seqlens, k.shape[1])
+    key, gate, r, d0 = _contiguous(k, beta, retention, initial_scale)
+    write_keys, final_scale, checkpoints = outputs
+    tensors = (None, key, None, gate, None, None, r, d0, None, cu_seqlens)
+    tensors += (write_keys, None, final_scale, None, None, checkpoints if save else None)
+    sizes = (final_scale.shape[0], beta.shape[2], 0)
+    _run("precondition", k, tensors, sizes, (0, _kind(retention), True), numbers)
+    return outputs
+
+
+def _precondition_outputs(k: Tensor, beta: Tensor, cu_seqlens: Tensor | None, save: bool) -> list[Tensor]:
+    B, T, _, K = k.shape
+    HV = beta.shape[2]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    spans = B * T // SPAN if save else 0
+    return [k.new_empty(B, T, HV, K), k.new_empty(N, HV, K), k.new_empty(spans, HV, K)]
+
+
+_precondition_keys = torch.library.custom_op(
+    "osdn::cpu_precondition_keys", _precondition, mutates_args=(), device_types="cpu"
+)
+
+
+@_precondition_keys.register_fake
+def _(k, beta, retention, initial_scale, cu_seqlens, numbers, save):  # type: ignore[no-untyped-def]
+    return _precondition_outputs(k, beta, cu_seqlens, save)
+
+
+@torch.library.custom_op("osdn::cpu_precondition_keys_backward", mutates_args=(), device_types="cpu")
+def _precondition_keys_backward(
+    k: Tensor,
+    beta: Tensor,
+    retention: Tensor | None,
+    initial_scale: Tensor | None,
+    cu_seqlens: Tensor | None,
+    checkpoints: Tensor,
+    grad_write_keys: Tensor,
+    grad_final_scale: Tensor | None,
+    numbers: list[float],
+) -> list[Tensor]:
+    """Gradients of the first four arguments; that of k has one head per value head."""
+    grads = _precondition_gradients(k, beta, retention, initial_scale)
+    cu_seqlens = _host_boundaries(cu_seqlens, k.shape[1])
+    key, gate, r, d0 = _contiguous(k, beta, retention, initial_scale)
+    g_w, g_d, saved = _contiguous(grad_write_keys, grad_final_scale, checkpoints)
+    g_k, g_beta, g_r, g_d0 = (x if x.numel() else None for x in grads)
+    tensors = (None, key, None, gate, None, None, r, d0, None, cu_seqlens, None, None, None, None, None, saved)
+    tensors += (g_w, None, g_d, None, g_k, None, g_beta, None, None, g_r, g_d0, None)
+    N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    _run("precondition_back", k, tensors, (N, beta.shape[2], 0), (0, _kind(retention), True), numbers)
+    return grads
+
+
+def _precondition_gradients(k: Tensor, beta: Tensor, *optional: Tensor | None) -> list[Tensor]:
+    B, T, _, K = k.shape
+    required = [k.new_empty(B, T, beta.shape[2], K), k.new_empty(beta.shape)]
+    return required + [k.new_empty(0 if x is None else x.shape) for x in optional]
+
+
+@_precondition_keys_backward.register_fake
+def _(k, beta, retention, initial_scale, *others):  # type: ignore[no-untyped-def]
+    return _precondition_gradients(k, beta, retention, initial_scale)
+
+
+_precondition_keys_backward.register_autograd(_refuse_double_backward)
+
+
+def _save_precondition(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *tensors, ctx.numbers, _ = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _precondition_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    k, beta = saved[:2]
+    grad_w, grad_final_scale = grads[:2]
+    if grad_w is None:
+        grad_w = k.new_zeros(*beta.shape, k.shape[3])
+    made = _precondition_keys_backward(*saved, grad_w, grad_final_scale, ctx.numbers)
+    result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
+    result[0] = _sum_groups(made[0], k.shape[2])
+    return (*result, None, None, None)
+
+
+_precondition_keys.register_autograd(_precondition_backward, setup_context=_save_precondition)
+
+
+def precondition_keys(
+    k: Tensor,
+    beta: Tensor,
+    retention: float | Tensor,
+    initial_scale: Tensor | None,
+    settings: Scaling,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    numbers = _numbers(settings, retention, 1.0)
+    r = retention if isinstance(retention, Tensor) else None
+    w, final_scale, _ = _call(_precondition_keys, _precondition, k, beta, r, initial_scale, cu_seqlens, numbers)
+    return w, final_scale

@@ -1,0 +1,17 @@
+"""The paper's taxonomy, executable: every row of its two tables under one interface, and as a token mixer."""
+
+from osdn.zoo.inner import INNER_OPTIMISERS, InnerOptimiser, inner_step
+from osdn.zoo.mixer import RecurrentMixer
+from osdn.zoo.recurrence import DOMAINS, Input, Recurrence
+from osdn.zoo.recurrences import RECURRENCES
+
+__all__ = [
+    "DOMAINS",
+    "INNER_OPTIMISERS",
+    "RECURRENCES",
+    "InnerOptimiser",
+    "Input",
+    "Recurrence",
+    "RecurrentMixer",
+    "inner_step",
+]

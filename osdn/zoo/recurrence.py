@@ -1,0 +1,117 @@
+"""What a row of the taxonomy is: named state, named inputs, and one function from token to token.
+
+A step function takes its state tensors first, then its inputs and weights by name, and returns the new state
+followed by the output.  Everything else here, the initial state, the state's size, the loop over tokens, the
+values an input may take, follows from the axes written beside each name.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+# What an unconstrained projection becomes on its way into a step function.
+DOMAINS: dict[str, Callable[[Tensor], Tensor]] = {
+    "real": lambda x: x,
+    "unit": lambda x: F.normalize(x, dim=-1),
+    "gate": torch.sigmoid,
+    # sigmoid(x) ** (1 / 16), as GLA has it: memory is long before anything is learned
+    "decay": lambda x: (F.logsigmoid(x) / 16).exp(),
+    # starts at 0.999, as the retention of adaptive preconditioner forgetting does
+    "retention": lambda x: torch.sigmoid(x + 6.9068),
+    "positive": F.softplus,
+    # starts near 0.02, inside the range 0.001 to 0.1 of Mamba's time steps
+    "timestep": lambda x: F.softplus(x - 4),
+    "simplex": lambda x: x.softmax(-1),
+}
+
+
+class Input(NamedTuple):
+    """The axes of a tensor, one letter each (K: key, V: value, M: slot, 1: a number), and its domain."""
+
+    axes: str
+    domain: str = "real"
+
+    def shape(self, **sizes: int) -> tuple[int, ...]:
+        return tuple(1 if axis == "1" else sizes[axis] for axis in self.axes)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A row: `step` moves the state over one token; the rest describes it."""
+
+    name: str
+    title: str
+    citation: str
+    update: str
+    readout: str
+    state: Mapping[str, str]  # name -> axes
+    inputs: Mapping[str, Input]  # one value a token
+    weights: Mapping[str, Input]  # one value a head
+    function: Callable[..., tuple[Tensor, ...]]
+    note: str
+
+    def initial_state(self, *batch: int, K: int, V: int, M: int, like: Tensor | None = None) -> State:
+        """Zeros of shape `[*batch, axes]`, and ones for the scale of the online-scaled rows."""
+        like = torch.empty(0) if like is None else like
+        shapes = {name: (*batch, *Input(axes).shape(K=K, V=V, M=M)) for name, axes in self.state.items()}
+        return {name: like.new_full(s, 1.0 if name == "d" else 0.0) for name, s in shapes.items()}
+
+    def step(self, state: State, inputs: Mapping[str, Tensor]) -> tuple[State, Tensor]:
+        """One token.  `inputs` holds the token's inputs and the head's weights, `[*batch, axes]` each."""
+        *new_state, o = self.function(**state, **inputs)
+        return dict(zip(self.state, new_state)), o
+
+    def scan(
+        self,
+        inputs: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor] | None = None,
+        state: State | None = None,
+    ) -> tuple[Tensor, State]:
+        """All tokens.  Inputs are `[*batch, T, axes]`, weights broadcast over the batch.
+
+        Returns the outputs `[*batch, T, V]` and the last state, from which another scan continues.
+        """
+        weights = weights or {}
+        if missing := (self.inputs.keys() | self.weights.keys()) - (inputs.keys() | weights.keys()):
+            raise ValueError(f"{self.name} also needs {', '.join(sorted(missing))}")
+        v = inputs["v"]
+        if state is None:
+            sizes = self._sizes(inputs, weights)
+            state = self.initial_state(*v.shape[:-2], **sizes, like=v)
+        outputs = []
+        for t in range(v.shape[-2]):
+            token = {name: x.select(-2, t) for name, x in inputs.items()}
+            state, o = self.step(state, {**token, **weights})
+            outputs.append(o)
+        return torch.stack(outputs, -2) if outputs else torch.zeros_like(v), state
+
+    def state_size(self, K: int, V: int, M: int) -> int:
+        """How many numbers a head carries from one token to the next."""
+        return sum(torch.Size(Input(axes).shape(K=K, V=V, M=M)).numel() for axes in self.state.values())
+
+    @property
+    def state_formula(self) -> str:
+        """The same as a formula: `VK + K`."""
+        return " + ".join(
+            axes if len(set(axes)) == len(axes) else f"{axes[0]}²" for axes in self.state.values()
+        )
+
+    @property
+    def line(self) -> int:
+        """Where the step function starts in its file."""
+        return inspect.getsourcelines(self.function)[1]
+
+    def _sizes(self, inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, int]:
+        sizes = {"K": 1, "V": 1, "M": 1}
+        for declared, given in ((self.inputs, inputs), (self.weights, weights)):
+            for name, spec in declared.items():
+                sizes.update(zip(spec.axes, given[name].shape[-len(spec.axes) :]))
+        sizes.pop("1", None)
+        return sizes

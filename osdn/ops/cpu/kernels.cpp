@@ -24,6 +24,7 @@
 #include <limits>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -70,6 +71,25 @@ template <class R>
 constexpr int W = Simd<R>::W;
 
 template <class R>
+struct Bits;
+template <>
+struct Bits<float> {
+    typedef int32_t type __attribute__((vector_size(BYTES)));
+    static constexpr int mantissa = 23, bias = 127, terms = 7;
+    static constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    static constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+    static constexpr float least = -87.0f, most = 88.0f;
+};
+template <>
+struct Bits<double> {
+    typedef int64_t type __attribute__((vector_size(BYTES)));
+    static constexpr int mantissa = 52, bias = 1023, terms = 13;
+    static constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52
+    static constexpr double ln2_high = 0.693145751953125, ln2_low = 1.42860682030941723212e-6;
+    static constexpr double least = -708.0, most = 709.0;
+};
+
+template <class R>
 INLINE Vec<R> load(const R* p) {
     return *reinterpret_cast<const typename Simd<R>::loose*>(p);
 }
@@ -102,36 +122,56 @@ INLINE void store_some(R* p, int n, const Vec<R> (&x)[NV]) {
         std::memcpy(p, buffer, n * sizeof(R));
     }
 }
-// Sum of the elements, by halves.
+// Half vectors: the elements at even and odd places of two vectors, or the two halves of one.
+template <class R, int... I>
+INLINE auto evens(Vec<R> a, Vec<R> b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I % 2 ? W<R> + I - 1 : I)...);
+}
+template <class R, int... I>
+INLINE auto odds(Vec<R> a, Vec<R> b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I % 2 ? W<R> + I : I + 1)...);
+}
+template <class V, int... I>
+INLINE auto add_halves(V x, std::integer_sequence<int, I...>) {
+    constexpr int half = sizeof...(I);
+    return __builtin_shufflevector(x, x, I...) + __builtin_shufflevector(x, x, (half + I)...);
+}
+// Sum of the elements.
+template <class R, int N = W<R>, class V = Vec<R>>
+INLINE R total(V x) {
+    if constexpr (N == 2)
+        return x[0] + x[1];
+    else
+        return total<R, N / 2>(add_halves(x, std::make_integer_sequence<int, N / 2>{}));
+}
+// The sums of four vectors at the price of little more than one.
+template <class R, int N, class V>
+INLINE void store_pairs(V x, R (&out)[4]) {
+    if constexpr (N > 4)
+        store_pairs<R, N / 2>(add_halves(x, std::make_integer_sequence<int, N / 2>{}), out);
+    else
+        for (int i = 0; i < 4; i++) out[i] = x[i];
+}
 template <class R>
-INLINE R total(Vec<R> x) {
-    alignas(BYTES) R a[W<R>];
-    store(a, x);
-    for (int h = W<R> / 2; h >= 1; h /= 2)
-        for (int i = 0; i < h; i++) a[i] += a[i + h];
-    return a[0];
+INLINE void totals(const Vec<R> (&x)[4], R (&out)[4]) {
+    if constexpr (W<R> >= 8) {
+        constexpr auto all = std::make_integer_sequence<int, W<R>>{};
+        const Vec<R> ab = evens<R>(x[0], x[1], all) + odds<R>(x[0], x[1], all);  // a b a b ...
+        const Vec<R> cd = evens<R>(x[2], x[3], all) + odds<R>(x[2], x[3], all);
+        using Index = typename Bits<R>::type;
+        Index low, high;
+        for (int i = 0; i < W<R>; i++) {
+            low[i] = i % 4 < 2 ? i : W<R> + i - 2;
+            high[i] = i % 4 < 2 ? i + 2 : W<R> + i;
+        }
+        store_pairs<R, W<R>>(__builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high), out);  // a b c d ...
+    } else {
+        for (int i = 0; i < 4; i++) out[i] = total<R>(x[i]);
+    }
 }
 
 INLINE int round_up(int64_t n, int multiple) { return int((n + multiple - 1) / multiple * multiple); }
 
-template <class R>
-struct Bits;
-template <>
-struct Bits<float> {
-    typedef int32_t type __attribute__((vector_size(BYTES)));
-    static constexpr int mantissa = 23, bias = 127, terms = 7;
-    static constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    static constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
-    static constexpr float least = -87.0f, most = 88.0f;
-};
-template <>
-struct Bits<double> {
-    typedef int64_t type __attribute__((vector_size(BYTES)));
-    static constexpr int mantissa = 52, bias = 1023, terms = 13;
-    static constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52
-    static constexpr double ln2_high = 0.693145751953125, ln2_low = 1.42860682030941723212e-6;
-    static constexpr double least = -708.0, most = 709.0;
-};
 // exp by splitting off a power of two and a Taylor series on [-ln2/2, ln2/2]; below `least` it is zero.
 template <class R>
 INLINE Vec<R> exponential(Vec<R> x) {
@@ -385,13 +425,13 @@ public:
         else
             for (int i = 0; i < Kp; i++) d[i] = i < K;
     }
-    // One token: the write key out of the scale, the scale one step on.  `d_next` may be `d`.
-    INLINE void step(const R* d, R* d_next, const R* k, R* w, int64_t t) const {
-        for (int i = 0; i < Kp; i += W<R>) store(w + i, load(d + i) * load(k + i));
+    // One token: the write key out of the scale, the scale one step on.
+    INLINE void step(R* d, const R* k, R* w, int64_t t) const {
         const R step = feedback(d, k, *head.per_head(call.beta, t)).step, r = retention(t);
         for (int i = 0; i < Kp; i += W<R>) {
-            const Vec<R> x = load(k + i);
-            store(d_next + i, clip(retention(t, i, r) * load(d + i) + step * (x * x)));
+            const Vec<R> x = load(k + i), d_i = load(d + i);
+            store(w + i, d_i * x);
+            store(d + i, clip(retention(t, i, r) * d_i + step * (x * x)));
         }
     }
     // The reverse of `step`: grad_d holds the gradient of the scale after the token and leaves with that of
@@ -473,7 +513,7 @@ template <class R, int C>
 INLINE void score(const R* k, const R* q, const R* w, int c, int Kp, R* A, R* Q) {
     constexpr int G = C < 4 ? C : 4;
     for (int i = 0; i <= c; i += G) {
-        Vec<R> a[G] = {}, s[G] = {};
+        Vec<R> a[4] = {}, s[4] = {};
         for (int b = 0; b < Kp; b += W<R>) {
             const Vec<R> k_b = load(k + b), q_b = load(q + b);
             for (int m = 0; m < G; m++) {
@@ -482,35 +522,50 @@ INLINE void score(const R* k, const R* q, const R* w, int c, int Kp, R* A, R* Q)
                 s[m] += q_b * w_b;
             }
         }
+        R a_sum[4], s_sum[4];
+        totals<R>(a, a_sum);
+        totals<R>(s, s_sum);
         for (int m = 0; m < G; m++) {
-            A[i + m] = i + m < c ? total<R>(a[m]) : R(0);
-            Q[i + m] = i + m <= c ? total<R>(s[m]) : R(0);
+            A[i + m] = i + m < c ? a_sum[m] : R(0);
+            Q[i + m] = i + m <= c ? s_sum[m] : R(0);
         }
     }
 }
 
-// Fills a tile from tokens t .. t + count; tokens beyond count do nothing to the state.  `keys` and `writes`
-// are padded rows of the span when phase 1 made them, else null.
+// What the backward wants to see again: rows [C, Kp] of keys, queries, write keys, and the scale before each.
+template <class R>
+struct Record {
+    R *keys, *queries, *writes, *scales;
+};
+
+// Fills a tile from tokens t .. t + count; tokens beyond count do nothing to the state.  With phase 1 in the
+// call, the scale d moves on by as many tokens.
 template <class R, int C>
-INLINE void fill_tile(Tile<R, C>& tile, const Head<R>& head, int64_t t, int count, const R* keys,
-                      const R* writes) {
+INLINE void fill_tile(Tile<R, C>& tile, const Head<R>& head, const OnlineScale<R>& online, int64_t t, int count,
+                      R* d, const Record<R>* record) {
     const Call& call = head.call;
     const int K = head.K, Kp = head.Kp;
     for (int c = 0; c < C; c++) {
+        R *k = tile.k(c, Kp), *q = tile.q(c, Kp), *w = tile.w(c, Kp);
         if (c >= count) {
-            for (R* row : {tile.k(c, Kp), tile.q(c, Kp), tile.w(c, Kp)}) std::memset(row, 0, Kp * sizeof(R));
+            for (R* row : {k, q, w}) std::memset(row, 0, Kp * sizeof(R));
             tile.beta[c] = 0;
             continue;
         }
-        copy_row(tile.q(c, Kp), head.query(t + c), K, Kp, R(call.scale));
-        copy_row(tile.k(c, Kp), keys ? keys + c * int64_t(Kp) : head.key(t + c), keys ? Kp : K, Kp);
-        if (writes)
-            copy_row(tile.w(c, Kp), writes + c * int64_t(Kp), Kp, Kp);
-        else if (call.write_keys)
-            copy_row(tile.w(c, Kp), head.per_key(call.write_keys, t + c), K, Kp);
-        else
-            copy_row(tile.w(c, Kp), tile.k(c, Kp), Kp, Kp);
+        copy_row(q, head.query(t + c), K, Kp, R(call.scale));
+        copy_row(k, head.key(t + c), K, Kp);
         tile.beta[c] = *head.per_head(call.beta, t + c);
+        if (call.online) {
+            if (record) copy_row(record->scales + c * int64_t(Kp), d, Kp, Kp);
+            online.step(d, k, w, t + c);
+        } else {
+            copy_row(w, call.write_keys ? head.per_key(call.write_keys, t + c) : head.key(t + c), K, Kp);
+        }
+        if (record) {
+            copy_row(record->keys + c * int64_t(Kp), k, Kp, Kp);
+            copy_row(record->queries + c * int64_t(Kp), q, Kp, Kp);
+            copy_row(record->writes + c * int64_t(Kp), w, Kp, Kp);
+        }
     }
     for (int c = 0; c < count; c++) {
         if (call.decay_kind) {
@@ -562,6 +617,22 @@ INLINE void pack_state(const R* state, R* packed, int K, int V, int columns) {
     }
 }
 
+// Asks for the key-side rows of a token, and for its part of a tensor [tokens, HV, V], well before their use:
+// tokens lie a whole row of heads apart, further than the hardware looks ahead.
+template <class R>
+INLINE void prefetch(const R* row, int width) {
+    for (int i = 0; i < width; i += 64 / int(sizeof(R))) __builtin_prefetch(row + i, 0, 2);
+}
+template <class R>
+INLINE void prefetch_token(const Head<R>& head, int64_t t) {
+    const Call& call = head.call;
+    prefetch(head.query(t), head.K);
+    prefetch(head.key(t), head.K);
+    if (call.write_keys) prefetch(head.per_key(call.write_keys, t), head.K);
+    if (call.decay_kind == 2) prefetch(head.per_key(call.log_decay, t), head.K);
+    if (call.retention_kind == 2) prefetch(head.per_key(call.retention, t), head.K);
+}
+
 // ---------------------------------------------------------------------------------------- phase 2, forward
 // One tile on one block of columns: errors, outputs, and the state `in` moved on to `out`.
 template <class R, int C, int NV>
@@ -593,18 +664,6 @@ INLINE void run_tile(const Tile<R, C>& tile, const Head<R>& head, int64_t t, int
                           head.Kp, writes);
 }
 
-// Phase 1 of a span: padded keys and write keys, the scale moved on; with `history`, the scale before each.
-template <class R>
-void scale_span(const OnlineScale<R>& online, const Head<R>& head, int64_t t, int count, R* d, R* keys, R* writes,
-                R* history) {
-    const int64_t Kp = head.Kp;
-    for (int c = 0; c < count; c++) {
-        copy_row(keys + c * Kp, head.key(t + c), head.K, head.Kp);
-        if (history) copy_row(history + c * Kp, d, head.Kp, head.Kp);
-        online.step(d, d, keys + c * Kp, writes + c * Kp, t + c);
-    }
-}
-
 // Columns [first, last) of one head.  The columns of a head are independent of each other: several threads
 // may share it, and the `owner` writes what belongs to the head as a whole.
 template <class R, int C>
@@ -613,12 +672,10 @@ void forward_head(const Head<R>& head, int first, int last, bool owner) {
     const int K = head.K, Kp = head.Kp, V = head.V;
     constexpr int TILES = (SPAN + C - 1) / C;
     const OnlineScale<R> online(head);
-    scratch.reserve(sizeof(R) * (int64_t(K) * round_up(last - first, BLOCK<R>) + (2 * SPAN + 1) * int64_t(Kp) +
-                                 TILES * Tile<R, C>::size(Kp)) + 4096);
+    scratch.reserve(sizeof(R) * (int64_t(K) * round_up(last - first, BLOCK<R>) + Kp + TILES * Tile<R, C>::size(Kp)) +
+                    256);
     R* S = scratch.take<R>(int64_t(K) * round_up(last - first, BLOCK<R>));
     R* d = scratch.take<R>(Kp);
-    R* keys = scratch.take<R>(SPAN * int64_t(Kp));
-    R* writes = scratch.take<R>(SPAN * int64_t(Kp));
     R* rows = scratch.take<R>(TILES * Tile<R, C>::size(Kp));
     Tile<R, C> tiles[TILES];
     for (int i = 0; i < TILES; i++) tiles[i].place(rows + i * Tile<R, C>::size(Kp), Kp);
@@ -637,15 +694,10 @@ void forward_head(const Head<R>& head, int first, int last, bool owner) {
 
     for (int64_t t = 0; t < head.length; t += SPAN) {
         const int count = int(std::min<int64_t>(SPAN, head.length - t));
-        if (call.online) {
-            if (t && owner && call.scale_checkpoints)
-                copy_row(head.checkpoint(call.scale_checkpoints, t, K), d, K, K);
-            scale_span(online, head, t, count, d, keys, writes, static_cast<R*>(nullptr));
-        }
+        if (t && call.online && call.scale_checkpoints && owner)
+            copy_row(head.checkpoint(call.scale_checkpoints, t, K), d, K, K);
         for (int c = 0; c < count; c += C)
-            fill_tile(tiles[c / C], head, t + c, std::min(C, count - c),
-                      call.online ? keys + c * int64_t(Kp) : nullptr,
-                      call.online ? writes + c * int64_t(Kp) : nullptr);
+            fill_tile<R, C>(tiles[c / C], head, online, t + c, std::min(C, count - c), d, nullptr);
         for (int v0 = first; v0 < last; v0 += BLOCK<R>)
             with_vectors(last - v0, W<R>, [&](auto nv) {
                 const int columns = std::min(last - v0, BLOCK<R>);
@@ -657,9 +709,15 @@ void forward_head(const Head<R>& head, int first, int last, bool owner) {
                 if (t && call.state_checkpoints)
                     unpack_state<R, nv>(block, head.checkpoint(call.state_checkpoints, t, int64_t(K) * V) + v0, K,
                                         V, columns);
-                for (int c = 0; c < count; c += C)
+                for (int c = 0; c < count; c += C) {
+                    if (v0 == first)
+                        for (int64_t next = t + c + SPAN; next < std::min(t + c + SPAN + C, head.length); next++) {
+                            prefetch_token(head, next);
+                            prefetch(head.per_value(call.v, next) + first, last - first);
+                        }
                     run_tile<R, C, nv>(tiles[c / C], head, t + c, std::min(C, count - c), v0, columns, block,
                                        block, nv * W<R>);
+                }
             });
     }
     if (!direct)
@@ -681,7 +739,8 @@ struct BackwardSpan {
     Tile<R, C> tiles[TILES];
     R *grad_state;                // [K, V] in packed blocks: of the state after the current tile
     R *d, *grad_d;                // [Kp]: the scale, and its gradient
-    R *keys, *writes, *history;   // [SPAN, Kp]: keys, write keys, the scale before each token
+    R *keys, *queries, *writes;   // [SPAN, Kp]: as given, queries times the output's scale
+    R *scales;                    // [SPAN, Kp]: the scale before each token
     R *grad_keys, *grad_writes;   // [SPAN, Kp]
     R *grad_rows;                 // [TILES, 3, Kp, C]: gradients of k̂, q̂, ŵ, transposed
     R *grad_scores;               // [TILES, 2 C, C]: gradients of A, then of Q
@@ -690,21 +749,20 @@ struct BackwardSpan {
     R *states;                    // [TILES, K, BLOCK]: the state before each tile, one block of columns
     R *rows;                      // [3 C, BLOCK]: dp, do, u of a tile
     R *columns_first;             // [3, BLOCK, C]: the same, transposed
-    R *work;                      // [6 C + 3, Kp]
 
     explicit BackwardSpan(const Head<R>& h) : head(h) {
         const int64_t K = h.K, Kp = h.Kp, Vp = round_up(h.V, BLOCK<R>), tile = Tile<R, C>::size(h.Kp);
         const int64_t sizes[] = {K * Vp,         Kp,
                                  Kp,             SPAN * Kp,
                                  SPAN * Kp,      SPAN * Kp,
-                                 SPAN * Kp,      SPAN * Kp,
+                                 SPAN * Kp,      SPAN * Kp, SPAN * Kp,
                                  TILES * 3 * Kp * C, TILES * 2 * C * C,
                                  TILES * K * C,  SPAN * C,
                                  TILES * K * BLOCK<R>, 3 * C * BLOCK<R>,
-                                 3 * C * BLOCK<R>, (6 * C + 3) * Kp};
-        R** const places[] = {&grad_state, &d, &grad_d, &keys, &writes, &history, &grad_keys, &grad_writes,
+                                 3 * C * BLOCK<R>};
+        R** const places[] = {&grad_state, &d, &grad_d, &keys, &queries, &writes, &scales, &grad_keys, &grad_writes,
                               &grad_rows, &grad_scores, &grad_decay, &grad_beta, &states, &rows,
-                              &columns_first, &work};
+                              &columns_first};
         int64_t bytes = 64 * TILES;
         for (int64_t n : sizes) bytes += n * sizeof(R) + 64;
         scratch.reserve(bytes + TILES * tile * sizeof(R));
@@ -746,6 +804,12 @@ struct BackwardSpan {
             const Tile<R, C>& tile = tiles[i];
             const int n = std::min(C, count - i * C);
             const R* S = states + int64_t(i) * K * L;
+            if (v0 == 0)
+                for (int64_t before = t + i * C - SPAN; before < t + (i + 1) * C - SPAN && before >= 0; before++) {
+                    prefetch_token(head, before);
+                    prefetch(head.per_value(call.errors, before), head.V);
+                    prefetch(head.per_value(call.grad_out, before), head.V);
+                }
             load_rows<NV>(call.errors, t + i * C, n, v0, columns, tile.beta, u);
             load_rows<NV>(call.grad_out, t + i * C, n, v0, columns, nullptr, dout);
 
@@ -805,105 +869,96 @@ struct BackwardSpan {
         }
     }
 
-    // The key side of tile i: from the gradients of rows and scores to those of q, k, w and the decay.
+    // The key side of tile i: from the gradients of rows and scores to those of q, k, w and the decay, one
+    // vector of key channels at a time.  With r_ji = Γ_j / Γ_i, reader j owes Σ_i dA_ji r_ji w_i to k_j and
+    // write i owes Σ_j r_ji (dA_ji k_j + dQ_ji q_j) to w_i: both by Horner's rule over the decays.
     void run_rows(int i) {
         const Call& call = head.call;
-        const int K = head.K;
-        const int64_t Kp = head.Kp;
-        const int n = std::min(C, count - i * C);
+        const int n = std::min(C, count - i * C), Kp = head.Kp;
         const int64_t token = t + i * C;
-        const Tile<R, C>& tile = tiles[i];
-        const R scale = R(call.scale);
         const R *dA = grad_scores + int64_t(i) * 2 * C * C, *dQ = dA + C * C;
-        R *g_k = work, *g_q = g_k + C * Kp, *g_w = g_q + C * Kp;  // gradients of k̂, q̂, ŵ
-        R *w = g_w + C * Kp, *pairs = w + C * Kp, *g_a = pairs + C * Kp;
-        R *gamma = g_a + C * Kp, *sum = gamma + Kp, *q = sum + Kp;
-        for (int64_t b = 0; b < Kp; b += W<R>)
-            for (int x = 0; x < 3; x++)
-                transpose(grad_rows + ((int64_t(i) * 3 + x) * Kp + b) * C, C, C, work + x * C * Kp + b, Kp);
-        const R* key = keys + i * C * Kp;
-        for (int c = 0; c < n; c++) copy_row(w + c * Kp, writes + (i * C + c) * Kp, int(Kp), int(Kp));
-
-        // Reads first, in order: w decays towards each reader.  `sum` is Σ ŵ dŵ of the tokens before c.
-        if (call.decay_kind)
-            for (int64_t b = 0; b < Kp; b += W<R>) {
-                store(gamma + b, splat<R>(1));
-                Vec<R> through = {};
-                for (int m = 0; m < W<R> && b + m < K; m++)
-                    through[m] = total<R>(load(grad_decay + (int64_t(i) * K + b + m) * C));
-                store(sum + b, through * load(tile.decay + b));
+        const bool decays = call.decay_kind != 0;
+        Vec<R> whole[C] = {};  // the decay's gradients, summed over the channels
+        for (int b = 0; b < Kp; b += W<R>) {
+            const int width = std::min(head.K - b, W<R>);
+            const int64_t at = int64_t(i) * C * Kp + b;
+            Vec<R> k[C], q[C], w[C], a[C], g_k[C], g_q[C], g_w[C], pairs[C];
+            load_columns(grad_rows + (int64_t(i) * 3 * Kp + b) * C, g_k);
+            load_columns(grad_rows + ((int64_t(i) * 3 + 1) * Kp + b) * C, g_q);
+            load_columns(grad_rows + ((int64_t(i) * 3 + 2) * Kp + b) * C, g_w);
+            for (int c = 0; c < n; c++) {
+                k[c] = load(keys + at + c * Kp);
+                q[c] = load(queries + at + c * Kp);
+                w[c] = load(writes + at + c * Kp);
+                a[c] = decays ? load(tiles[i].factor + c * Kp + b) : splat<R>(1);
             }
-        for (int c = 0; c < n; c++) {
-            const R* a = tile.factor + c * Kp;
-            if (call.decay_kind) {
-                for (int j = 0; j < c; j++) scale_row(w + j * Kp, a, int(Kp));
-                scale_row(gamma, a, int(Kp));
-            }
-            copy_row(q, head.query(token + c), K, int(Kp), scale);
-            for (int64_t b = 0; b < Kp; b += W<R>) {
+            Vec<R> gamma = splat<R>(1);
+            for (int c = 0; c < n; c++) {
                 Vec<R> to_k = {}, to_q = {};
                 for (int j = 0; j < c; j++) {
-                    const Vec<R> w_j = load(w + j * Kp + b);
-                    to_k += w_j * dA[c * C + j];
-                    to_q += w_j * dQ[c * C + j];
+                    if (decays) to_k *= a[j], to_q *= a[j];
+                    to_k += w[j] * dA[c * C + j];
+                    to_q += w[j] * dQ[c * C + j];
                 }
-                const Vec<R> k_b = load(key + c * Kp + b), q_b = load(q + b);
-                const Vec<R> own = load(w + c * Kp + b) * dQ[c * C + c];
-                const Vec<R> g_k_b = load(g_k + c * Kp + b), g_q_b = load(g_q + c * Kp + b);
-                if (call.decay_kind) {
-                    const Vec<R> gamma_b = load(gamma + b), sum_b = load(sum + b);
-                    store(pairs + c * Kp + b, k_b * to_k + q_b * to_q);
-                    store(g_a + c * Kp + b, sum_b);
-                    store(sum + b, sum_b + load(tile.w(c, int(Kp)) + b) * load(g_w + c * Kp + b));
-                    to_k += gamma_b * g_k_b;
-                    to_q += gamma_b * g_q_b + own;
-                } else {
-                    to_k += g_k_b;
-                    to_q += g_q_b + own;
+                if (decays) {
+                    to_k *= a[c], to_q *= a[c], gamma *= a[c];
+                    pairs[c] = k[c] * to_k + q[c] * to_q;
                 }
-                store(grad_keys + (i * C + c) * Kp + b, to_k);
-                Vec<R> out[1] = {to_q * scale};
-                if (b < K)
-                    store_some<R, 1>(head.per_key(call.grad_q, token + c) + b, std::min<int>(int(K - b), W<R>), out);
+                store(grad_keys + at + c * Kp, to_k + gamma * g_k[c]);
+                const Vec<R> out[1] = {(to_q + gamma * g_q[c] + w[c] * dQ[c * C + c]) * R(call.scale)};
+                store_some<R, 1>(head.per_key(call.grad_q, token + c) + b, width, out);
             }
+            gamma = splat<R>(1);  // from here on Γ_C / Γ_c
+            for (int c = n - 1; c >= 0; c--) {
+                Vec<R> later = {};
+                for (int j = n - 1; j > c; j--) {
+                    later += k[j] * dA[j * C + c] + q[j] * dQ[j * C + c];
+                    if (decays) later *= a[j];
+                }
+                store(grad_writes + at + c * Kp, gamma * g_w[c] + later + q[c] * dQ[c * C + c]);
+                if (decays) {
+                    pairs[c] -= w[c] * later;
+                    gamma *= a[c];
+                }
+            }
+            if (decays) run_decay(i, b, n, width, g_k, g_q, g_w, pairs, whole);
         }
-        // Writes, last token first: their gradients decay on the way back.
-        R* later = w;  // [C, Kp]: what later readers in the tile say of each write
-        std::memset(later, 0, C * Kp * sizeof(R));
-        for (int64_t b = 0; b < Kp; b += W<R>) {
-            store(gamma + b, splat<R>(1));  // now Γ_C / Γ_c
-            store(sum + b, Vec<R>{});       // now Σ over readers at or after c, of k̂ dk̂ + q̂ dq̂ and of pairs
+        if (call.decay_kind == 1)
+            for (int c = 0; c < n; c++) *head.per_head(call.grad_log_decay, token + c) = total<R>(whole[c]);
+    }
+
+    // Token c's log decay multiplies whatever passes over it: the state itself, writes before c on their way
+    // to the end of the tile, the state on its way to readers at or after c, and pairs of the two that
+    // straddle c.  Every term carries its own decay, so strong decays lose no digits.
+    INLINE void run_decay(int i, int b, int n, int width, const Vec<R>* g_k, const Vec<R>* g_q, const Vec<R>* g_w,
+                          const Vec<R>* pairs, Vec<R>* whole) const {
+        const Call& call = head.call;
+        const Tile<R, C>& tile = tiles[i];
+        const int Kp = head.Kp;
+        Vec<R> g[C], sum = {};
+        for (int m = 0; m < width; m++)
+            sum[m] = total<R>(load(grad_decay + (int64_t(i) * head.K + b + m) * C));
+        sum *= load(tile.decay + b);
+        for (int c = 0; c < n; c++) {
+            g[c] = sum;
+            sum += load(tile.w(c, Kp) + b) * g_w[c];
         }
+        sum = Vec<R>{};
         for (int c = n - 1; c >= 0; c--) {
-            const R* a = tile.factor + c * Kp;
-            copy_row(q, head.query(token + c), K, int(Kp), scale);
-            for (int64_t b = 0; b < Kp; b += W<R>) {
-                const Vec<R> k_b = load(key + c * Kp + b), q_b = load(q + b);
-                const Vec<R> later_b = load(later + c * Kp + b);
-                const Vec<R> g = load(g_w + c * Kp + b) * load(gamma + b) + later_b + q_b * dQ[c * C + c];
-                store(grad_writes + (i * C + c) * Kp + b, g);
-                const Vec<R> a_b = call.decay_kind ? load(a + b) : splat<R>(1);
-                for (int j = 0; j < c; j++)
-                    store(later + j * Kp + b,
-                          (load(later + j * Kp + b) + k_b * dA[c * C + j] + q_b * dQ[c * C + j]) * a_b);
-                if (call.decay_kind) {
-                    const Vec<R> readers = load(tile.k(c, int(Kp)) + b) * load(g_k + c * Kp + b) +
-                                           load(tile.q(c, int(Kp)) + b) * load(g_q + c * Kp + b);
-                    const Vec<R> w_b = load(writes + (i * C + c) * Kp + b);
-                    const Vec<R> sum_b = load(sum + b) + readers + load(pairs + c * Kp + b) - w_b * later_b;
-                    store(sum + b, sum_b);
-                    store(g_a + c * Kp + b, load(g_a + c * Kp + b) + sum_b);
-                    store(gamma + b, load(gamma + b) * a_b);
-                }
-            }
-            if (call.decay_kind == 1) {
-                Vec<R> whole = {};
-                for (int64_t b = 0; b < Kp; b += W<R>) whole += load(g_a + c * Kp + b);
-                *head.per_head(call.grad_log_decay, token + c) = total<R>(whole);
-            } else if (call.decay_kind == 2) {
-                copy_row(head.per_key(call.grad_log_decay, token + c), g_a + c * Kp, K, K);
+            sum += load(tile.k(c, Kp) + b) * g_k[c] + load(tile.q(c, Kp) + b) * g_q[c] + pairs[c];
+            g[c] += sum;
+            whole[c] += g[c];
+            if (call.decay_kind == 2) {
+                const Vec<R> out[1] = {g[c]};
+                store_some<R, 1>(head.per_key(call.grad_log_decay, t + i * C + c) + b, width, out);
             }
         }
+    }
+
+    // Rows of a [W, W] matrix as its columns.
+    static INLINE void load_columns(const R* x, Vec<R> (&out)[C]) {
+        for (int c = 0; c < C; c++) out[c] = load(x + c * C);
+        exchange<R, 1>(out);
     }
 
     void clear_sums() {
@@ -944,17 +999,12 @@ void backward_head(const Head<R>& head) {
                 copy_row(span.d, head.checkpoint(call.scale_checkpoints, t, K), K, int(Kp));
             else
                 online.start(span.d);
-            scale_span(online, head, t, span.count, span.d, span.keys, span.writes, span.history);
-        } else {
-            for (int c = 0; c < span.count; c++) {
-                copy_row(span.keys + c * Kp, head.key(t + c), K, int(Kp));
-                copy_row(span.writes + c * Kp, call.write_keys ? head.per_key(call.write_keys, t + c) : head.key(t + c),
-                         K, int(Kp));
-            }
         }
-        for (int i = 0; i < tiles; i++)
-            fill_tile(span.tiles[i], head, t + i * C, std::min(C, span.count - i * C), span.keys + i * C * Kp,
-                      span.writes + i * C * Kp);
+        for (int i = 0; i < tiles; i++) {
+            const int64_t at = i * C * Kp;
+            const Record<R> record{span.keys + at, span.queries + at, span.writes + at, span.scales + at};
+            fill_tile<R, C>(span.tiles[i], head, online, t + i * C, std::min(C, span.count - i * C), span.d, &record);
+        }
         span.clear_sums();
         each_block([&](auto nv, int v0, int columns) { span.template run_columns<nv>(v0, columns); });
         for (int i = 0; i < tiles; i++) span.run_rows(i);
@@ -964,7 +1014,7 @@ void backward_head(const Head<R>& head) {
             const R* grad_w = span.grad_writes + c * Kp;
             *head.per_head(call.grad_beta, t + c) = total<R>(load(span.grad_beta + c * C));
             if (call.online)
-                online.step_back(span.history + c * Kp, span.keys + c * Kp, grad_w, span.grad_d, grad_k, t + c);
+                online.step_back(span.scales + c * Kp, span.keys + c * Kp, grad_w, span.grad_d, grad_k, t + c);
             else if (call.write_keys)
                 copy_row(head.per_key(call.grad_write_keys, t + c), grad_w, K, K);
             else
@@ -993,7 +1043,7 @@ void precondition_head(const Head<R>& head) {
         if (t && t % SPAN == 0 && call.scale_checkpoints)
             copy_row(head.checkpoint(call.scale_checkpoints, t, head.K), d, head.K, head.K);
         copy_row(key, head.key(t), head.K, head.Kp);
-        online.step(d, d, key, w, t);
+        online.step(d, key, w, t);
         copy_row(head.per_key(call.out, t), w, head.K, head.K);
     }
     copy_row(head.state(call.final_scale, head.K), d, head.K, head.K);
@@ -1005,10 +1055,9 @@ void precondition_back_head(const Head<R>& head) {
     const int K = head.K;
     const int64_t Kp = head.Kp;
     const OnlineScale<R> online(head);
-    scratch.reserve((4 + 3 * SPAN) * Kp * sizeof(R) + 1024);
+    scratch.reserve((4 + 2 * SPAN) * Kp * sizeof(R) + 1024);
     R *d = scratch.take<R>(Kp), *grad_d = scratch.take<R>(Kp), *grad_k = scratch.take<R>(Kp);
-    R *grad_w = scratch.take<R>(Kp), *keys = scratch.take<R>(SPAN * Kp), *writes = scratch.take<R>(SPAN * Kp);
-    R* history = scratch.take<R>(SPAN * Kp);
+    R *w = scratch.take<R>(Kp), *keys = scratch.take<R>(SPAN * Kp), *scales = scratch.take<R>(SPAN * Kp);
     std::memset(grad_d, 0, Kp * sizeof(R));
     if (call.grad_final_scale) copy_row(grad_d, head.state(call.grad_final_scale, K), K, int(Kp));
     for (int64_t t = (head.length - 1) / SPAN * SPAN; head.length > 0 && t >= 0; t -= SPAN) {
@@ -1017,12 +1066,17 @@ void precondition_back_head(const Head<R>& head) {
             copy_row(d, head.checkpoint(call.scale_checkpoints, t, K), K, int(Kp));
         else
             online.start(d);
-        scale_span(online, head, t, count, d, keys, writes, history);
+        for (int c = 0; c < count; c++) {
+            copy_row(keys + c * Kp, head.key(t + c), K, int(Kp));
+            copy_row(scales + c * Kp, d, int(Kp), int(Kp));
+            online.step(d, keys + c * Kp, w, t + c);
+        }
         for (int c = count - 1; c >= 0; c--) {
+            R* grad_w = w;
             copy_row(grad_w, head.per_key(call.grad_out, t + c), K, int(Kp));
             std::memset(grad_k, 0, Kp * sizeof(R));
             *head.per_head(call.grad_beta, t + c) = 0;
-            online.step_back(history + c * Kp, keys + c * Kp, grad_w, grad_d, grad_k, t + c);
+            online.step_back(scales + c * Kp, keys + c * Kp, grad_w, grad_d, grad_k, t + c);
             copy_row(head.per_key(call.grad_k, t + c), grad_k, K, K);
         }
     }

@@ -1,0 +1,14 @@
+"""Token mixers to build models from: `y, state = DeltaNet(...)(x, state)`."""
+
+from osdn.layers.mixers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, MixerState, TokenMixer
+from osdn.layers.preconditioner import Preconditioner, PreconditionerConfig
+
+__all__ = [
+    "DeltaNet",
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "MixerState",
+    "Preconditioner",
+    "PreconditionerConfig",
+    "TokenMixer",
+]

@@ -1,0 +1,223 @@
+"""The token mixers: DeltaNet, Gated DeltaNet and Kimi Delta Attention, with or without online scaling.
+
+They are one layer.  `TokenMixer` projects, convolves, normalises, runs the recurrence and keeps its state; a
+mixer adds only how its state decays and how its output is read.  Parameters are named and shaped as in
+flash-linear-attention, so that weights move between the two.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from osdn.layers.convolution import ShortConvolution
+from osdn.layers.precision import l2_normalize, widen
+from osdn.layers.preconditioner import Preconditioner, PreconditionerConfig
+from osdn.ops import checks, delta_rule, online_scaled_delta_rule
+
+
+class MixerState(NamedTuple):
+    """All that a mixer remembers of N sequences: hand it back to continue them."""
+
+    recurrent: Tensor  # [N, HV, K, V]
+    scale: Tensor | None  # [N, HV, K]; None without a preconditioner
+    q_tail: Tensor  # [N, W - 1, H * K], the last inputs of the convolutions
+    k_tail: Tensor  # [N, W - 1, H * K]
+    v_tail: Tensor  # [N, W - 1, HV * V]
+
+
+class TokenMixer(nn.Module):
+    """What the mixers share.
+
+    Args:
+        hidden_size: width of the inputs and outputs.
+        num_heads: heads of the queries and keys.
+        head_k_dim, head_v_dim: channels of a key and of a value.
+        num_v_heads: heads of the values, a multiple of `num_heads`; None is `num_heads`.
+        conv_size: width of the short convolutions.
+        norm_eps: epsilon of the output norm.
+        preconditioner: settings of the online preconditioner; None is the plain delta rule.
+        backend: which implementation of the operators to use.
+    """
+
+    has_decay = False
+    preconditioner: Preconditioner | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        *,
+        num_v_heads: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-6,
+        preconditioner: PreconditionerConfig | Mapping[str, Any] | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_v_heads = num_heads, num_v_heads or num_heads
+        self.head_k_dim, self.head_v_dim, self.backend = head_k_dim, head_v_dim, backend
+        if self.num_v_heads % num_heads:
+            raise ValueError(f"num_v_heads is {num_v_heads}; it must be a multiple of num_heads, {num_heads}")
+        key_dim, value_dim = num_heads * head_k_dim, self.num_v_heads * head_v_dim
+        self.q_proj = nn.Linear(hidden_size, key_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, key_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, value_dim, bias=False)
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.q_conv1d = ShortConvolution(key_dim, conv_size)
+        self.k_conv1d = ShortConvolution(key_dim, conv_size)
+        self.v_conv1d = ShortConvolution(value_dim, conv_size)
+        self.o_norm = nn.RMSNorm(head_v_dim, eps=norm_eps)
+        self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
+        self.preconditioner = None
+        if preconditioner is not None:
+            settings = PreconditionerConfig.of(preconditioner)
+            self.preconditioner = Preconditioner(
+                settings, hidden_size, self.num_v_heads, head_k_dim, self.has_decay
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        output_final_state: bool = False,
+    ) -> tuple[Tensor, MixerState | None]:
+        """Mix the tokens of `x` `[B, T, D]`, causally.
+
+        Args:
+            x: the inputs; the caller normalises them.
+            state: what an earlier call returned for these sequences; None starts them.
+            cu_seqlens: `[N + 1]` boundaries of N sequences packed into one row (B is 1).
+            output_final_state: whether to return the state that continues the sequences.
+
+        Returns:
+            the outputs `[B, T, D]`, and the state or None.
+        """
+        checks.sequence_count(cu_seqlens, x.shape[0])
+        if cu_seqlens is not None and not torch.compiler.is_compiling():
+            checks.boundaries(cu_seqlens, x.shape[1])
+        recurrent, scale, q_tail, k_tail, v_tail = state or (None,) * 5
+        q, q_tail = self.q_conv1d(self.q_proj(x), q_tail, cu_seqlens, output_final_state)
+        k, k_tail = self.k_conv1d(self.k_proj(x), k_tail, cu_seqlens, output_final_state)
+        v, v_tail = self.v_conv1d(self.v_proj(x), v_tail, cu_seqlens, output_final_state)
+        q = l2_normalize(q.unflatten(-1, (self.num_heads, self.head_k_dim)))  # [B, T, H, K]
+        k = l2_normalize(k.unflatten(-1, (self.num_heads, self.head_k_dim)))
+        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))  # [B, T, HV, V]
+        beta = widen(self.b_proj(x)).sigmoid()  # [B, T, HV]
+        log_decay = self.log_decay(x)
+        shared: dict[str, Any] = {
+            "log_decay": log_decay,
+            "initial_state": recurrent,
+            "output_final_state": output_final_state,
+            "cu_seqlens": cu_seqlens,
+            "backend": self.backend,
+        }
+        if self.preconditioner is None:
+            o, recurrent = delta_rule(q, k, v, beta, **shared)
+        else:
+            scaling = self.preconditioner(x, log_decay, scale)
+            o, recurrent, scale = online_scaled_delta_rule(q, k, v, beta, **scaling, **shared)
+        y = self.o_proj(self.read_out(o, x).flatten(-2))
+        if not output_final_state:
+            return y, None
+        assert recurrent is not None
+        return y, MixerState(recurrent, scale, q_tail, k_tail, v_tail)
+
+    def log_decay(self, x: Tensor) -> Tensor | None:
+        """The logarithm of what the state keeps of itself at each token; None keeps it all."""
+        return None
+
+    def read_out(self, o: Tensor, x: Tensor) -> Tensor:  # [B, T, HV, V], [B, T, D]
+        return self.o_norm(o)
+
+
+class DeltaNet(TokenMixer):
+    """DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2406.06484); with a preconditioner, OSDN.
+
+    >>> y, _ = DeltaNet(64, num_heads=2, head_k_dim=32, head_v_dim=32)(torch.randn(1, 5, 64))
+    >>> y.shape
+    torch.Size([1, 5, 64])
+    """
+
+
+class DecayingMixer(TokenMixer):
+    """A mixer whose state decays by `exp(-exp(A_log) * softplus(f(x) + dt_bias))`, as in Mamba 2.
+
+    `A_log` has one entry a head, `dt_bias` one for each output of the projection `f`.
+    """
+
+    has_decay = True
+    rates: tuple[float, float]  # exp(A_log) starts as a uniform draw from this range
+    A_log: nn.Parameter  # [HV]
+    dt_bias: nn.Parameter  # [HV] or [HV * K]
+
+    def _add_decay_parameters(self, steps: int) -> None:
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(steps))
+        self.A_log.data, self.dt_bias.data = self.initial_decay()
+
+    def initial_decay(self) -> tuple[Tensor, Tensor]:
+        """Fresh values of `A_log` and `dt_bias`: first time steps are log-uniform from 0.001 to 0.1."""
+        A_log = torch.empty(self.A_log.shape).uniform_(*self.rates).clamp_min(1e-6).log()
+        dt = torch.empty(self.dt_bias.shape).uniform_(math.log(0.001), math.log(0.1)).exp().clamp_min(1e-4)
+        return A_log, dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+
+    def _decay(self, f: Tensor) -> Tensor:  # [B, T, HV * n] -> [B, T, HV, n]
+        steps = F.softplus(widen(f) + self.dt_bias)
+        return -widen(self.A_log).exp()[:, None] * steps.unflatten(-1, (self.num_v_heads, -1))
+
+
+class GatedDeltaNet(DecayingMixer):
+    """Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464); with a preconditioner, OSGDN.
+
+    Its state decays by a number a token and head, and its output is gated.
+    """
+
+    rates = (0, 16)
+
+    def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(hidden_size, *args, **kwargs)
+        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.g_proj = nn.Linear(hidden_size, self.v_proj.out_features, bias=False)
+        self._add_decay_parameters(self.num_v_heads)
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        return self._decay(self.a_proj(x)).squeeze(-1)  # [B, T, HV]
+
+    def read_out(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.o_norm(o) * F.silu(self.g_proj(x)).unflatten(-1, o.shape[2:])
+
+
+class KimiDeltaAttention(DecayingMixer):
+    """Kimi Delta Attention (Kimi Team 2025, https://arxiv.org/abs/2510.26692); with a preconditioner, OSKDA.
+
+    Its state decays by a number a token, head and key channel; decay and output gate have low rank.
+    """
+
+    rates = (1, 16)
+
+    def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(hidden_size, *args, **kwargs)
+        if self.num_v_heads != self.num_heads:
+            raise ValueError(
+                f"num_v_heads is {self.num_v_heads}; KDA has as many as num_heads, {self.num_heads}"
+            )
+        rank, key_dim, value_dim = self.head_v_dim, self.q_proj.out_features, self.v_proj.out_features
+        self.f_proj = nn.Sequential(
+            nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, key_dim, bias=False)
+        )
+        self.g_proj = nn.Sequential(nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, value_dim))
+        self._add_decay_parameters(key_dim)
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        return self._decay(self.f_proj(x))  # [B, T, HV, K]
+
+    def read_out(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.o_norm(o) * self.g_proj(x).sigmoid().unflatten(-1, o.shape[2:])

@@ -1,0 +1,63 @@
+"""What a layer remembers while decoding, in `transformers`' own cache.
+
+`transformers` keeps several convolution and recurrent states a layer (`LinearAttentionLayer`), and reorders
+them for beam search, but it asks an attention layer how many tokens were seen, and here there is none: this
+layer counts them itself.  It registers under the layer type "delta_rule", so that
+`DynamicCache(config=config)` builds it, and `generate` with it.
+"""
+
+from typing import Any
+
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, LinearAttentionLayer
+
+from osdn.layers import MixerState
+
+
+class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
+    """Recurrent state 0 is S, 1 is the scale; convolution states 0 to 2 are the tails of q, k and v."""
+
+    _layer_type = "delta_rule"
+
+    def __init__(self, **kwargs: Any) -> None:
+        CacheLayerMixin.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=3)
+        self.seen_tokens = 0
+
+    def load(self) -> MixerState | None:
+        if not self.has_previous_state[0]:
+            return None
+        scale = self.recurrent_states[1]
+        return MixerState(self.recurrent_states[0], scale, *(self.conv_states[i] for i in range(3)))
+
+    def update(self, state: MixerState) -> None:
+        """Keep a copy of `state`, at an address that does not change; no gradient flows through it."""
+        for i, x in enumerate((state.recurrent, state.scale)):
+            if x is not None:
+                self.update_recurrent_state(x.detach(), i)
+        for i, x in enumerate((state.q_tail, state.k_tail, state.v_tail)):
+            if not self.is_conv_states_initialized[i]:
+                self.lazy_initialization(conv_states=x, state_idx=i)
+            self.conv_states[i].copy_(x.detach())
+            self.has_previous_state[i] = True
+
+    def get_seq_length(self) -> int:
+        return self.seen_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen_tokens + query_length, 0
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        self.seen_tokens = 0
+
+
+STATIC_LAYER_TYPE_MAPPING["delta_rule"] = DeltaRuleCacheLayer  # its size never grows, so it is static as well
+
+
+def check_cache(cache: Cache, num_layers: int) -> None:
+    layers = cache.layers
+    if len(layers) != num_layers or not all(isinstance(layer, DeltaRuleCacheLayer) for layer in layers):
+        raise ValueError(
+            f"past_key_values has layers {layers}; this model needs {num_layers} of DeltaRuleCacheLayer: "
+            f"pass DynamicCache(config=model.config)"
+        )

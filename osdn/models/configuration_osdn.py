@@ -1,0 +1,150 @@
+"""The configuration of all nine models: a backbone, and the settings of its online preconditioner or None.
+
+A configuration that cannot be built is refused here, with the reason, before any weight is allocated.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, PreconditionerConfig, TokenMixer
+
+MIXERS: dict[str, type[TokenMixer]] = {
+    "delta_net": DeltaNet,
+    "gated_delta_net": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
+}
+
+
+class OSDNConfig(PreTrainedConfig):
+    """Configuration of `OSDNModel` and `OSDNForCausalLM`.
+
+    Args:
+        backbone: "delta_net", "gated_delta_net" or "kda".
+        preconditioner: the settings of a `PreconditionerConfig`; None is the plain backbone.
+        vocab_size, hidden_size, num_hidden_layers: as everywhere.
+        num_heads: heads of queries and keys.
+        num_v_heads: heads of the values (grouped value attention, Gated DeltaNet only); None is `num_heads`.
+        head_k_dim: channels of a key; None is `hidden_size / num_heads`.
+        head_v_dim: channels of a value; None is `head_k_dim`.
+        intermediate_size: width of the SwiGLU; None is 8/3 of the hidden size, up to a multiple of 256.
+        conv_size: width of the short convolutions.
+        norm_eps: epsilon of every RMS norm.
+        initializer_range: standard deviation that projections, convolutions and embeddings start with.
+        max_position_embeddings: the training context, for tools that ask; the model has no positions.
+        backend: which implementation of the operators to use.
+
+    >>> OSDNConfig.from_preset("osdn-apf-340m").preconditioner["retention"]
+    'learned'
+    """
+
+    model_type = "osdn"
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    attribute_map: ClassVar = {"num_attention_heads": "num_heads"}
+
+    backbone: str = "delta_net"
+    preconditioner: dict[str, Any] | None = None
+    vocab_size: int = 32_000
+    hidden_size: int = 1024
+    num_hidden_layers: int = 24
+    num_heads: int = 8
+    # None is filled in below.
+    num_v_heads: int = None  # type: ignore[assignment]
+    head_k_dim: int = None  # type: ignore[assignment]
+    head_v_dim: int = None  # type: ignore[assignment]
+    intermediate_size: int = None  # type: ignore[assignment]
+    conv_size: int = 4
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 4096
+    backend: str = "auto"
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if misplaced := sorted(set(kwargs) & {field.name for field in fields(PreconditionerConfig)}):
+            raise ValueError(
+                f"{', '.join(misplaced)} must be set inside preconditioner={{...}}; "
+                f"without a preconditioner there is no scale to apply it to"
+            )
+        if self.backbone not in MIXERS:
+            raise ValueError(f"backbone is {self.backbone!r}; it must be one of {', '.join(MIXERS)}")
+        self._check_sizes()
+        if self.head_k_dim is None:
+            if self.hidden_size % self.num_heads:
+                raise ValueError(
+                    f"hidden_size is {self.hidden_size}, which num_heads = {self.num_heads} does not divide; "
+                    f"change one of them or set head_k_dim"
+                )
+            self.head_k_dim = self.hidden_size // self.num_heads
+        if self.head_v_dim is None:
+            self.head_v_dim = self.head_k_dim
+        if self.intermediate_size is None:
+            self.intermediate_size = 256 * -(-(self.hidden_size * 8 // 3) // 256)
+        if self.num_v_heads is None:
+            self.num_v_heads = self.num_heads
+        if self.num_v_heads % self.num_heads:
+            raise ValueError(
+                f"num_v_heads is {self.num_v_heads}; it must be a multiple of num_heads, {self.num_heads}"
+            )
+        if self.num_v_heads != self.num_heads and self.backbone != "gated_delta_net":
+            raise ValueError(
+                f"num_v_heads can differ from num_heads only in gated_delta_net, not in {self.backbone}"
+            )
+        if self.preconditioner is not None:
+            self.preconditioner = self._check_preconditioner(self.preconditioner)
+        super().__post_init__(**kwargs)
+
+    def _check_sizes(self) -> None:
+        for name in (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "num_v_heads", "head_k_dim",
+            "head_v_dim", "intermediate_size", "conv_size",
+        ):  # fmt: skip
+            size = getattr(self, name)
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name} is {size!r}; it must be a positive whole number")
+        if not self.norm_eps > 0:
+            raise ValueError(f"norm_eps is {self.norm_eps}; it must be positive")
+
+    def _check_preconditioner(self, settings: PreconditionerConfig | Mapping[str, Any]) -> dict[str, Any]:
+        """Every setting spelled out, so that a saved configuration does not depend on our defaults."""
+        config = PreconditionerConfig.of(settings)
+        if config.retention == "tied" and not MIXERS[self.backbone].has_decay:
+            raise ValueError(
+                f'retention="tied" is tied to the decay of the state, and {self.backbone} has none; '
+                f'use "learned" or a number'
+            )
+        return asdict(config) | {"bounds": None if config.bounds is None else list(config.bounds)}
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What `transformers` reads to choose the cache of each layer (see `cache.py`)."""
+        return ["delta_rule"] * self.num_hidden_layers
+
+    @property
+    def mixer(self) -> dict[str, Any]:
+        """The arguments of a layer's token mixer."""
+        sizes = [
+            "hidden_size",
+            "num_heads",
+            "num_v_heads",
+            "head_k_dim",
+            "head_v_dim",
+            "conv_size",
+            "norm_eps",
+        ]
+        return {name: getattr(self, name) for name in (*sizes, "preconditioner", "backend")}
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> "OSDNConfig":
+        """One of the paper's models, say "osdn-340m", with any field replaced; `osdn.PRESETS` lists them."""
+        from osdn.models.presets import PRESETS
+
+        if name not in PRESETS:
+            raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+        return cls(**(PRESETS[name] | overrides))

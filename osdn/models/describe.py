@@ -1,0 +1,135 @@
+"""What a model costs: parameters, the state a sequence keeps, flops a token, next to the paper's figures."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from osdn.models.configuration_osdn import OSDNConfig
+from osdn.models.modeling_osdn import OSDNForCausalLM
+from osdn.models.presets import PRESETS
+
+MIB = 1024**2
+
+# The paper, tables "Inference throughput and persistent recurrent-state size" and "1.3B / 100B scaling pair":
+# MiB of state a sequence in bfloat16, the scale included where there is one.
+PAPER_STATE_MIB = {
+    "delta_net-340m": 6.000,
+    "osdn-340m": 6.047,
+    "osdn-apf-340m": 6.047,
+    "gdn-340m": 7.875,
+    "osgdn-340m": 7.906,
+    "osgdn-apf-340m": 7.906,
+    "kda-340m": 5.750,
+    "oskda-340m": 5.795,
+    "oskda-apf-340m": 5.795,
+    "delta_net-1.3b": 12.000,
+    "osdn-apf-1.3b": 12.094,
+}
+
+
+@dataclass(frozen=True)
+class Description:
+    """The costs of a model; `print` it for a table."""
+
+    preset: str | None
+    backbone: str
+    layers: int
+    width: int
+    heads: int
+    head_k_dim: int
+    head_v_dim: int
+    parameters: int
+    preconditioner_parameters: int
+    state_mib: float  # of one sequence in bfloat16, without the convolutions' tails
+    scale_mib: float  # what the scale adds to it
+    forward_flops: int  # of one token
+    paper_state_mib: float | None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Pairs of a label and a value, for people."""
+        scale = f"{self.scale_mib:.3f} MiB, {100 * self.scale_mib / self.state_mib:.2f} % of the state"
+        extra = f"{self.preconditioner_parameters:,}"
+        extra += (
+            f", {100 * self.preconditioner_parameters / self.parameters:.3f} % (the paper: at most 0.3 %)"
+        )
+        rows = [
+            ("model", self.preset or "(not a preset)"),
+            ("backbone", f"{self.backbone}, {self.layers} layers of width {self.width}"),
+            ("heads", f"{self.heads}, keys of {self.head_k_dim}, values of {self.head_v_dim}"),
+            ("parameters", f"{self.parameters:,}"),
+            (
+                "of the preconditioner",
+                f"{own:,}, {own_share:.3f} % (the paper: at most 0.3 %)" if own else "none",
+            ),
+            ("state a sequence, bf16", f"{self.state_mib:.3f} MiB"),
+            (
+                "of the scale",
+                f"{scale:.3f} MiB, {scale_share:.2f} % (the paper: at most 0.05 %)" if scale else "none",
+            ),
+            ("forward flops a token", f"{self.forward_flops:,}"),
+        ]
+        if self.paper_state_mib is not None:
+            total = self.state_mib + self.scale_mib
+            rows.append(("state and scale", f"{total:.3f} MiB (the paper: {self.paper_state_mib:.3f} MiB)"))
+        return rows
+
+    def __str__(self) -> str:
+        width = max(len(label) for label, _ in self.rows())
+        return "\n".join(f"{label:<{width}}  {value}" for label, value in self.rows())
+
+
+def describe(model: OSDNForCausalLM | OSDNConfig | str) -> Description:
+    """The costs of a model, of a configuration or of a preset; no weights are allocated.
+
+    >>> describe("osdn-340m").state_mib
+    6.0
+    """
+    if isinstance(model, nn.Module):
+        config = model.config
+    else:
+        config = OSDNConfig.from_preset(model) if isinstance(model, str) else model
+        with torch.device("meta"):
+            model = OSDNForCausalLM(config)
+    preset = _preset(config)
+    heads = config.num_hidden_layers * config.num_v_heads
+    own = [p for name, p in model.named_parameters() if ".preconditioner." in name]
+    return Description(
+        preset=preset,
+        backbone=config.backbone,
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        heads=config.num_heads,
+        head_k_dim=config.head_k_dim,
+        head_v_dim=config.head_v_dim,
+        parameters=sum(p.numel() for p in model.parameters()),
+        preconditioner_parameters=sum(p.numel() for p in own),
+        state_mib=heads * config.head_k_dim * config.head_v_dim * 2 / MIB,
+        scale_mib=heads * config.head_k_dim * 2 / MIB if config.preconditioner is not None else 0.0,
+        forward_flops=_forward_flops(model, config),
+        paper_state_mib=PAPER_STATE_MIB.get(preset or ""),
+    )
+
+
+def _forward_flops(model: OSDNForCausalLM, config: OSDNConfig) -> int:
+    """Two for each weight of a projection or convolution, and those of the recurrence.
+
+    The recurrence reads with the key, writes, and reads with the query: three times 2·K·V a head.  The scale
+    takes a dot product, a step and the write key: 8·K a head.  Other elementwise work is left out.
+    """
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv1d)))
+    heads, K, V = config.num_hidden_layers * config.num_v_heads, config.head_k_dim, config.head_v_dim
+    recurrence = heads * (6 * K * V + (8 * K if config.preconditioner is not None else 0))
+    return 2 * weights + recurrence
+
+
+def _preset(config: OSDNConfig) -> str | None:
+    """The name of the preset with these shapes and this preconditioner."""
+    for name in PRESETS:
+        preset = OSDNConfig.from_preset(name)
+        if preset.mixer | {"backend": None} == config.mixer | {"backend": None} and all(
+            getattr(preset, k) == getattr(config, k)
+            for k in ("backbone", "vocab_size", "num_hidden_layers", "intermediate_size")
+        ):
+            return name
+    return None

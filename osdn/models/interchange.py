@@ -1,0 +1,153 @@
+"""Checkpoints of flash-linear-attention, in and out.
+
+The parameters of its DeltaNet, Gated DeltaNet and KDA models have the names and shapes of ours, so that only
+the configuration is translated.  Loading is strict: a model that would not compute what was trained is refused.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from osdn.layers import PreconditionerConfig
+from osdn.models.configuration_osdn import OSDNConfig
+from osdn.models.modeling_osdn import OSDNForCausalLM
+
+# model_type: (our backbone, its model class, what it sets by default, the only values that we compute)
+FORMATS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "delta_net": (
+        "delta_net",
+        "DeltaNetForCausalLM",
+        {"hidden_size": 2048, "num_heads": 16, "num_hidden_layers": 24, "expand_k": 1.0, "expand_v": 1.0},
+        {
+            "use_gate": False,
+            "use_beta": True,
+            "use_output_norm": True,
+            "qk_norm": "l2",
+            "qk_activation": "silu",
+        },
+    ),
+    "gated_deltanet": (
+        "gated_delta_net",
+        "GatedDeltaNetForCausalLM",
+        {"hidden_size": 2048, "num_heads": 6, "num_hidden_layers": 21, "head_dim": 256, "expand_v": 2.0},
+        {"use_gate": True},
+    ),
+    "kda": (
+        "kda",
+        "KDAForCausalLM",
+        {"hidden_size": 2048, "num_heads": 16, "num_hidden_layers": 24, "head_dim": 128, "expand_v": 1.0},
+        {"safe_gate": False},
+    ),
+}
+FIXED = {
+    "use_short_conv": True,
+    "conv_bias": False,
+    "allow_neg_eigval": False,
+    "hidden_act": "swish",
+    "hidden_ratio": 4,
+    "norm_first": False,
+    "attn": None,
+    "attnres_block_size": None,
+}
+SAME = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "num_v_heads", "intermediate_size",
+    "conv_size", "norm_eps", "initializer_range", "max_position_embeddings", "tie_word_embeddings", "use_cache",
+    "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+
+
+def load_flash_linear_attention(
+    path: str | Path,
+    preconditioner: PreconditionerConfig | Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> OSDNForCausalLM:
+    """A model trained with flash-linear-attention, as it is or with online scaling switched on.
+
+    Args:
+        path: a directory or hub name with `config.json` and safetensors.
+        preconditioner: settings of the online preconditioner; None keeps the model as it was trained.
+        kwargs: passed on to `from_pretrained`, such as `dtype` or `device_map`.
+    """
+    settings, _ = PreTrainedConfig.get_config_dict(path)
+    config = config_from_flash_linear_attention(settings, preconditioner)
+    model, report = OSDNForCausalLM.from_pretrained(
+        path,
+        config=config,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # so that they are listed below with the rest
+        output_loading_info=True,
+        **kwargs,
+    )
+    report["missing_keys"] = {k for k in report["missing_keys"] if ".attn.preconditioner." not in k}
+    problems = [
+        f"{kind.replace('_keys', '')}: {', '.join(sorted(map(_show, report[kind])))}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if report[kind]
+    ]
+    if problems:
+        raise ValueError(f"{path} is not a checkpoint of this model: " + "; ".join(problems))
+    return model
+
+
+def save_flash_linear_attention(model: OSDNForCausalLM, path: str | Path) -> None:
+    """Save a model without a preconditioner for flash-linear-attention to load."""
+    settings = config_to_flash_linear_attention(model.config)  # refuses before anything is written
+    model.save_pretrained(path)
+    (Path(path) / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def config_from_flash_linear_attention(
+    settings: Mapping[str, Any], preconditioner: PreconditionerConfig | Mapping[str, Any] | None = None
+) -> OSDNConfig:
+    """Our configuration for the contents of its `config.json`."""
+    kind = settings.get("model_type")
+    if kind not in FORMATS:
+        raise ValueError(f"model_type is {kind!r}; this loads {', '.join(FORMATS)} of flash-linear-attention")
+    backbone, _, defaults, fixed = FORMATS[kind]
+    settings = {**defaults, **settings}
+    fixed = FIXED | fixed
+    if settings.get("intermediate_size") is not None:
+        del fixed["hidden_ratio"]  # then it has no effect
+    different = [
+        f"{k} = {settings[k]!r} (we compute {v!r})" for k, v in fixed.items() if settings.get(k, v) != v
+    ]
+    if different:
+        raise ValueError(f"this {kind} model cannot be loaded: {', '.join(different)}")
+    width, heads = settings["hidden_size"], settings["num_heads"]
+    key = settings.get("head_dim") or width * settings["expand_k"] / heads
+    value = (width / heads if kind == "delta_net" else key) * settings["expand_v"]
+    if key != int(key) or value != int(value):
+        raise ValueError(f"heads of {key} key and {value} value channels: they must be whole numbers")
+    same = {k: settings[k] for k in SAME if k in settings}
+    return OSDNConfig(
+        backbone=backbone, preconditioner=preconditioner, head_k_dim=int(key), head_v_dim=int(value), **same
+    )
+
+
+def config_to_flash_linear_attention(config: OSDNConfig) -> dict[str, Any]:
+    """The contents of its `config.json` for our configuration."""
+    if config.preconditioner is not None:
+        raise ValueError(
+            "flash-linear-attention has no online preconditioner; save this model with save_pretrained, "
+            "or build it with preconditioner=None first"
+        )
+    kind = next(kind for kind, (backbone, *_) in FORMATS.items() if backbone == config.backbone)
+    _, architecture, _, fixed = FORMATS[kind]
+    if kind == "delta_net":
+        heads = {"expand_k": config.num_heads * config.head_k_dim / config.hidden_size}
+        heads["expand_v"] = config.num_heads * config.head_v_dim / config.hidden_size
+    else:
+        heads = {"head_dim": config.head_k_dim, "expand_v": config.head_v_dim / config.head_k_dim}
+    same = {k: getattr(config, k) for k in SAME}
+    dtype = str(config.dtype or "float32").removeprefix("torch.")
+    return {
+        **FIXED, **fixed, **same, **heads,
+        "model_type": kind, "architectures": [architecture], "dtype": dtype,
+    }  # fmt: skip
+
+
+def _show(key: Any) -> str:
+    return key if isinstance(key, str) else " ".join(map(str, key))

@@ -1,0 +1,296 @@
+"""`OSDNModel` and `OSDNForCausalLM`: pre-norm blocks of a token mixer and a SwiGLU, for `transformers`.
+
+Sequences of different lengths never meet padding: a padded batch is gathered into one packed row before the
+first block and spread out again after the last, so that state, scale and convolutions see real tokens only
+and padding costs nothing.  The loss is computed for a few rows of logits at a time and never holds them
+all.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import can_return_tuple
+
+from osdn.layers.mixers import DecayingMixer
+from osdn.layers.preconditioner import Preconditioner, Retention
+from osdn.models.cache import check_cache
+from osdn.models.configuration_osdn import MIXERS, OSDNConfig
+from osdn.ops import checks
+
+IGNORED_LABEL = -100
+
+
+class OSDNMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: OSDNConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OSDNBlock(GradientCheckpointingLayer):
+    def __init__(self, config: OSDNConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn = MIXERS[config.backbone](**config.mixer)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = OSDNMLP(config)
+
+    def forward(
+        self, hidden_states: Tensor, past_key_values: Cache | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        state = None if cache is None else cache.load()
+        mixed, state = self.attn(
+            self.attn_norm(hidden_states), state, cu_seqlens=cu_seqlens, output_final_state=cache is not None
+        )
+        if cache is not None:
+            cache.update(state)
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+
+
+class OSDNPreTrainedModel(PreTrainedModel):
+    config_class = OSDNConfig
+    config: OSDNConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["OSDNBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DecayingMixer):
+            A_log, dt_bias = module.initial_decay()
+            init.copy_(module.A_log, A_log)
+            init.copy_(module.dt_bias, dt_bias)
+        elif isinstance(module, (Preconditioner, Retention)):
+            module.reset_parameters()
+
+
+class OSDNModel(OSDNPreTrainedModel):
+    """Embeddings, blocks and the last norm."""
+
+    def __init__(self, config: OSDNConfig) -> None:
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(OSDNBlock(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run the blocks over `input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`.
+
+        Args:
+            attention_mask: `[B, ≥ T]`, 0 at padding, which may be anywhere; the last T columns count.
+            position_ids: `[B, T]`; used only to find where packed sequences begin, namely where positions do
+                not go up by one (the padding-free collator of `transformers`).
+            past_key_values: the cache of earlier tokens, `DynamicCache(config=model.config)`.
+            cu_seqlens: `[N + 1]` boundaries of sequences packed into one row; also as `cu_seq_lens_q`.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass either input_ids or inputs_embeds")
+        x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T, _ = x.shape
+        cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+        mask = None if cu_seqlens is not None else _padding(attention_mask, T)
+        if cu_seqlens is None and mask is None:
+            cu_seqlens = _packed(position_ids, B, T)
+        elif cu_seqlens is not None:
+            checks.sequence_count(cu_seqlens, B)
+        past_key_values = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
+
+        tokens = None
+        if mask is not None:  # gather the tokens of all rows into one
+            tokens = mask.flatten().nonzero()[:, 0]
+            cu_seqlens = F.pad(mask.sum(1).cumsum(0), (1, 0))
+            x = x.flatten(0, 1)[tokens][None]
+        elif cu_seqlens is not None:
+            x = x.reshape(1, B * T, -1)
+
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        hidden = []
+        for layer in self.layers:
+            if output_hidden_states:
+                hidden.append(_spread(x, tokens, B, T))
+            x = layer(x, past_key_values=past_key_values, cu_seqlens=cu_seqlens)
+        x = _spread(self.norm(x), tokens, B, T)
+        if past_key_values is not None:
+            for cache in past_key_values.layers:
+                cache.seen_tokens += T
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=(*hidden, x) if output_hidden_states else None,
+        )
+
+    def _cache(self, cache: Cache | None, use_cache: bool | None, packed: bool) -> Cache | None:
+        if packed:
+            if cache is not None or use_cache:
+                raise ValueError("a packed row cannot be cached: pass its sequences as a padded batch")
+            return None
+        if cache is None:
+            if use_cache is None:
+                use_cache = self.config.use_cache and not self.training
+            cache = DynamicCache(config=self.config) if use_cache else None
+        if cache is not None:
+            check_cache(cache, len(self.layers))
+        return cache
+
+
+class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
+    """`OSDNModel` with a language-modelling head.
+
+    >>> model = OSDNForCausalLM(OSDNConfig.from_preset("osdn-tiny"))
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 512])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: OSDNConfig) -> None:
+        super().__init__(config)
+        self.model = OSDNModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """The arguments of `OSDNModel.forward` (`cu_seqlens` among them), and:
+
+        Args:
+            labels: `[B, T]`, usually `input_ids`; shifted here, -100 is not counted.
+            logits_to_keep: which logits to return: 0 for all, n for the last n, or positions.
+            skip_logits: whether to return none; None skips them when training with labels.
+            num_items_in_batch: divide the summed loss by this instead of by the number of counted labels.
+            shift_labels: labels that are shifted already, in place of `labels`.
+        """
+        logits_to_keep = kwargs.pop("num_logits_to_keep", logits_to_keep)  # its name until transformers 4.45
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        loss = logits = None
+        if labels is not None and shift_labels is None:
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+        if shift_labels is not None:
+            loss = self._loss(hidden_states, shift_labels, num_items_in_batch)
+        if skip_logits is None:
+            skip_logits = self.training and loss is not None
+        if not skip_logits:
+            logits = self.lm_head(slice_logits_to_keep(hidden_states, logits_to_keep))
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def _loss(self, hidden_states: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
+        """Cross-entropy of the labels, summed and divided by their number or by `num_items`."""
+        labels = labels.flatten().to(hidden_states.device)
+        x = hidden_states.flatten(0, 1)
+        weight = self.lm_head.weight
+        if type(self.lm_head) is nn.Linear and not weight.is_meta:
+            if torch.is_autocast_enabled(x.device.type):
+                dtype = torch.get_autocast_dtype(x.device.type)
+                x, weight = x.to(dtype), weight.to(dtype)
+            options = nn.LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling())
+            # The sum of many losses does not fit a half-precision number; single losses do.
+            reduction = "none" if x.dtype.itemsize < 4 else "sum"
+            loss = F.linear_cross_entropy(
+                x, weight, labels, reduction=reduction, ignore_index=IGNORED_LABEL, options=options
+            )
+        else:  # an adapter wraps the head, or it is offloaded: only calling it gives its logits
+            loss = F.cross_entropy(
+                self.lm_head(x).float(), labels, reduction="sum", ignore_index=IGNORED_LABEL
+            )
+        loss = loss.sum(dtype=torch.promote_types(loss.dtype, torch.float32))
+        return loss / ((labels != IGNORED_LABEL).sum() if num_items is None else num_items)
+
+
+def _padding(attention_mask: Tensor | None, T: int) -> Tensor | None:
+    """The mask `[B, T]` of tokens that are not padding, or None if all are."""
+    if attention_mask is None or T == 1:  # a single token is never padding
+        return None
+    if attention_mask.ndim != 2 or attention_mask.shape[1] < T:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}; it must be [B, ≥ {T}], 0 at padding"
+        )
+    mask = attention_mask[:, -T:] != 0
+    return None if bool(mask.all()) else mask
+
+
+def _packed(position_ids: Tensor | None, B: int, T: int) -> Tensor | None:
+    """Boundaries of the sequences in the rows, laid end to end, if positions start again within a row."""
+    if position_ids is None or position_ids.shape != (B, T) or T == 1:
+        return None
+    starts = F.pad(position_ids.diff() != 1, (1, 0), value=True)
+    if not bool(starts[:, 1:].any()):
+        return None
+    return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=B * T)
+
+
+def _spread(x: Tensor, tokens: Tensor | None, B: int, T: int) -> Tensor:
+    """Tokens back at their places in the batch, zeros at padding."""
+    if tokens is not None:
+        x = x.new_zeros(B * T, x.shape[-1]).index_copy(0, tokens, x[0])
+    return x.reshape(B, T, -1)

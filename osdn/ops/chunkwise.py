@@ -1,0 +1,226 @@
+"""The two phases with matrix products, in plain PyTorch, for any device: the paper's WY/UT form over chunks.
+
+Within a chunk of C tokens the writes u of the delta rule solve one unit lower triangular system (paper,
+"Chunkwise WY derivation" and "Backbone Extensions"), so a scan over chunks replaces the scan over tokens.
+The idea that keeps it exact for strong decay: a product of decays is always the exponential of a sum over
+just the tokens it spans, never a ratio of two longer products nor a difference of two longer sums.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise, repeat
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from osdn.ops.checks import Scaling, boundaries
+
+CHUNK = 64  # tokens; a power of two
+
+
+def precondition_keys(
+    k: Tensor,  # [B, T, H, K]
+    beta: Tensor,  # [B, T, HV]
+    retention: float | Tensor,  # a number, [B, T, HV] or [B, T, HV, K]
+    initial_scale: Tensor | None,  # [N, HV, K]
+    settings: Scaling,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Phase 1.  The projection makes it a scan over tokens; sequences and heads go side by side."""
+    eta, bounds, beta_aware, eps = settings
+    tokens = Chunks(k, cu_seqlens, heads=beta.shape[2], size=1)
+    k = tokens.split(k)  # [M, 1, K], M = tokens * HV, as all below
+    k2 = k.square()
+    direction = k2 / k2.sum(-1, keepdim=True).clamp_min(eps)
+    b = tokens.split(beta) if beta_aware else torch.ones_like(k[..., :1])
+    kept = repeat(retention) if isinstance(retention, float) else tokens.by_step(tokens.split(retention))
+    steps = (tokens.by_step(x) for x in (k2, direction, eta * b, eta * b.square()))
+
+    d = k.new_ones(tokens.N, tokens.H, k.shape[2]) if initial_scale is None else initial_scale
+    d = tokens.enter(d)[:, None]
+    scales: list[Tensor] = []
+    finished: list[Tensor] = []
+    for k2_t, direction_t, gain, damping, r in zip(*steps, kept):
+        d = tokens.running(d, len(k2_t), finished)
+        scales.append(d)
+        step = gain - damping * (d * k2_t).sum(-1, keepdim=True)
+        d = torch.addcmul(r * d, step, direction_t)
+        if bounds is not None:
+            d = d.clamp(*bounds)
+    write_keys = torch.cat(scales) * k if scales else k
+    return tokens.merge(write_keys), tokens.leave(d, finished)[:, :, 0]
+
+
+def delta_rule(
+    q: Tensor,  # [B, T, H, K]
+    k: Tensor,  # [B, T, H, K]
+    v: Tensor,  # [B, T, HV, V]
+    beta: Tensor,  # [B, T, HV]
+    write_keys: Tensor | None,  # [B, T, HV, K]
+    log_decay: Tensor | None,  # [B, T, HV] or [B, T, HV, K]
+    initial_state: Tensor | None,  # [N, HV, K, V]
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Phase 2.  Only the scan over the states between chunks is sequential; the rest is one batch."""
+    with _full_precision(v.device):
+        chunks = Chunks(v, cu_seqlens, heads=v.shape[2], size=CHUNK)
+        q, k, v, beta = (chunks.split(x) for x in (q, k, v, beta))  # [M, C, ·], M = chunks * HV
+        w = k if write_keys is None else chunks.split(write_keys)
+        g = None if log_decay is None else chunks.split(log_decay)  # [M, C, 1 or K]
+
+        scores, gram = _products(q, k, w, g)  # [M, C, C]
+        decay: Iterable[Tensor | None] = repeat(None)
+        if g is not None:
+            since_start, until_end = g.cumsum(1).exp(), _sum_after(g).exp()
+            q, k, w = since_start * q, since_start * k, until_end * w
+            decay = chunks.by_step(since_start[:, -1, :, None])  # [M, 1 or K, 1]
+        steps = (chunks.by_step(x) for x in (q, k, v, beta, w.mT, beta * gram, scores.tril()))
+
+        S = initial_state
+        S = chunks.enter(v.new_zeros(chunks.N, chunks.H, k.shape[2], v.shape[2]) if S is None else S)
+        outputs: list[Tensor] = []
+        finished: list[Tensor] = []
+        for q_s, k_s, v_s, beta_s, w_s, gram_s, scores_s, decay_s in zip(*steps, decay):
+            S = chunks.running(S, len(v_s), finished)
+            error = torch.baddbmm(v_s, k_s, S, alpha=-1)  # of the state the chunk starts from
+            u = torch.linalg.solve_triangular(gram_s, beta_s * error, upper=False, unitriangular=True)
+            outputs.append(torch.baddbmm(q_s @ S, scores_s, u, beta=scale, alpha=scale))
+            S = torch.baddbmm(S if decay_s is None else decay_s * S, w_s, u)
+        o = torch.cat(outputs) if outputs else v
+        return chunks.merge(o), chunks.leave(S, finished)
+
+
+def _products(q: Tensor, k: Tensor, w: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`sum_c q[i, c] w[j, c] exp(g[j+1, c] + ... + g[i, c])` and the same of k, `[M, C, C]` each.
+
+    Right for i >= j; whoever takes them looks no further.
+    """
+    if g is not None and g.shape[2] > 1:
+        return _channel_products(q, k, w, g)
+    scores, gram = q @ w.mT, k @ w.mT
+    if g is not None:
+        after = torch.ones_like(gram[:1], dtype=torch.bool).tril(-1)
+        decay = torch.where(after, g, 0).cumsum(1).exp()
+        scores, gram = scores * decay, gram * decay
+    return scores, gram
+
+
+def _channel_products(q: Tensor, k: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """`_products` where every channel has its own decay, which cannot be taken out of the sum.
+
+    Between the two halves of a block it splits into two factors that never grow, from j to the middle and
+    from the middle to i: a matrix product.  So blocks of one token are joined in pairs, the pairs in pairs,
+    and so on up to the chunk.
+    """
+    M, C, K = w.shape
+    rows = torch.stack([q, k], 2)  # [M, C, 2, K]
+    blocks = (rows * w[:, :, None]).sum(-1)[:, :, None, :, None]  # [M, C, 1, 2, 1]
+    size = 1
+    while size < C:
+        pairs = (M, C // (2 * size), 2, size)
+        g_early, g_late = g.view(*pairs, K).unbind(2)  # [M, pairs, size, K]
+        early = w.view(*pairs, K)[:, :, 0] * _sum_after(g_early).exp()
+        late = rows.view(*pairs, 2, K)[:, :, 1] * g_late.cumsum(2).exp()[:, :, :, None]
+        between = (late.flatten(2, 3) @ early.mT).unflatten(2, (size, 2))
+        first, second = blocks.unflatten(1, pairs[1:3]).unbind(2)  # [M, pairs, size, 2, size]
+        blocks = torch.cat([F.pad(first, (0, size)), torch.cat([between, second], -1)], 2)
+        size *= 2
+    scores, gram = blocks[:, 0].unbind(2)
+    return scores, gram
+
+
+def _sum_after(g: Tensor) -> Tensor:
+    """For every token the sum of `g` over the tokens after it; the tokens are the last dimension but one."""
+    return F.pad(g[..., 1:, :].flip(-2).cumsum(-2).flip(-2), (0, 0, 0, 1))
+
+
+def _full_precision(device: torch.device) -> AbstractContextManager:
+    """Autocast would round the states: the recurrence is computed in the dtype it is given."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+class Chunks:
+    """Where the tokens of every sequence and head go when sequences are cut into chunks of `size`.
+
+    Chunks are ordered step by step: the first chunk of every sequence, then every second chunk, and so on,
+    the longest sequences first.  A step is then one slice over the first `active` sequences, the work is
+    proportional to the number of chunks however uneven the sequences are, and sequences of one length are
+    a mere reshape away.  Tokens that fill up a last chunk are zeros: they neither decay, read nor write.
+    """
+
+    def __init__(self, like: Tensor, cu_seqlens: Tensor | None, heads: int, size: int) -> None:
+        self.B, self.T, self.H = *like.shape[:2], heads
+        if cu_seqlens is None:
+            lengths = [self.T] * self.B
+        else:
+            cuts = boundaries(cu_seqlens, self.T)
+            lengths = [b - a for a, b in pairwise(cuts)]
+        self.N, self.longest = len(lengths), max(lengths, default=0)
+        self.size = min(size, 1 << max(self.longest - 1, 0).bit_length())  # a lone token is a chunk of one
+        self.steps = -(-self.longest // self.size)
+        self.active = [self.N] * self.steps
+        self.even = min(lengths, default=0) == self.longest
+        if not self.even:
+            self._place(torch.tensor(lengths), like.device)
+        self.count = sum(self.active)
+
+    def _place(self, lengths: Tensor, device: torch.device) -> None:
+        counts, order = (-(-lengths // self.size)).sort(descending=True, stable=True)
+        rank = order.argsort()
+        active = self.N - counts.bincount()[: self.steps].cumsum(0)
+        first = active.cumsum(0) - active  # chunk of every step
+        sequence = torch.arange(self.N).repeat_interleave(lengths)  # of every token
+        position = torch.arange(self.T) - (lengths.cumsum(0) - lengths)[sequence]
+        chunk = first[position // self.size] + rank[sequence]
+        self.slot = (chunk * self.size + position % self.size).to(device)
+        self.active = active.tolist()
+        self.order, self.rank = order.to(device), rank.to(device)
+
+    def split(self, x: Tensor) -> Tensor:
+        """`[B, T, heads, D]`, `[B, T, heads]` or with fewer, shared heads, to `[chunks * heads, size, D]`."""
+        x = x[..., None] if x.ndim == 3 else x
+        x = x if x.shape[2] == self.H else x.repeat_interleave(self.H // x.shape[2], 2)
+        H, D = x.shape[2:]
+        if self.even:
+            x = x.reshape(self.N, self.longest, H, D)
+            x = F.pad(x, (0, 0, 0, 0, 0, self.steps * self.size - self.longest))
+            x = x.view(self.N, self.steps, self.size, H, D).transpose(0, 1)
+        else:
+            x = x.new_zeros(self.count * self.size, H, D).index_copy(0, self.slot, x[0])
+            x = x.view(self.count, self.size, H, D)
+        return x.transpose(-3, -2).reshape(self.count * H, self.size, D)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """The inverse of `split`, to `[B, T, heads, D]`."""
+        H, D = self.H, x.shape[2]
+        x = x.view(self.count, H, self.size, D).transpose(1, 2)
+        if self.even:
+            x = x.reshape(self.steps, self.N, self.size, H, D).transpose(0, 1)
+            x = x.reshape(self.N, self.steps * self.size, H, D)[:, : self.longest]
+            return x.reshape(self.B, self.T, H, D)
+        return x.reshape(self.count * self.size, H, D).index_select(0, self.slot)[None]
+
+    def by_step(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The slice of every step.  One split rather than a slice at a time: its backward is one join."""
+        return x.split([n * self.H for n in self.active])
+
+    def enter(self, state: Tensor) -> Tensor:
+        """Initial states `[N, heads, ...]`, flattened, longest sequence first."""
+        return (state if self.even else state.index_select(0, self.order)).flatten(0, 1)
+
+    @staticmethod
+    def running(state: Tensor, rows: int, finished: list[Tensor]) -> Tensor:
+        """The states of the sequences that have a chunk left; those of the others go to `finished`."""
+        if rows < len(state):
+            state, done = state.split([rows, len(state) - rows])
+            finished.append(done)
+        return state
+
+    def leave(self, state: Tensor, finished: list[Tensor]) -> Tensor:
+        """The final states `[N, heads, ...]`, in the caller's order."""
+        state = torch.cat([state, *reversed(finished)]).unflatten(0, (self.N, self.H))
+        return state if self.even else state.index_select(0, self.rank)

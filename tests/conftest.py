@@ -1,0 +1,12 @@
+"""Settings every test shares."""
+
+import os
+
+# Some virtual machines advertise AMX and trap on it; oneDNN reads this before its first matrix product.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+from hypothesis import settings
+
+# The same examples every time, so that a failure is a change in the code; no deadline, machines differ.
+settings.register_profile("osdn", derandomize=True, deadline=None, database=None)
+settings.load_profile("osdn")

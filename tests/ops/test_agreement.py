@@ -1,0 +1,147 @@
+"""Every backend gives what the float64 reference gives: outputs, states and every gradient."""
+
+from functools import lru_cache
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from osdn.ops import delta_rule, online_scaled_delta_rule, precondition_keys
+from tests.ops.problems import BACKENDS, Config, answer, assert_close, make
+
+OPERATORS = [precondition_keys, delta_rule, online_scaled_delta_rule]
+SINGLE = {"outputs": 1e-5, "gradients": 1e-4}  # what a user is promised
+DOUBLE = {"outputs": 1e-9, "gradients": 1e-9}
+
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda f: f.__name__)
+
+
+@st.composite
+def configs(draw: st.DrawFn, etas: list[float], bounds: list, longest: int = 300) -> Config:
+    """Anything an operator takes, as large as the reference has time for."""
+    size = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 61, 64, 97, 127, 128, 131, 251, 256]))
+    K, V, H = draw(size), draw(size), draw(st.integers(1, 3))
+    group = draw(st.sampled_from([1, 1, 2, 3]))
+    room = min(longest, max(20, 2_000_000 // (K * V * H * group)))  # tokens in all
+    packed, sequences = draw(st.booleans()), draw(st.integers(1, 4))
+    length = st.one_of(st.integers(0, room // sequences), st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65]))
+    lengths = [min(draw(length), room // sequences) for _ in range(sequences)]
+    return Config(
+        lengths=tuple(lengths) if packed else (lengths[0],) * sequences,
+        packed=packed,
+        H=H,
+        group=group,
+        K=K,
+        V=V,
+        decay=draw(st.sampled_from(["none", "head", "channel"])),
+        strength=draw(st.sampled_from(["weak", "strong", "mixed", "constant"])),
+        retention=draw(st.sampled_from(["none", "constant", "head", "channel", "tied"])),
+        bounds=draw(st.sampled_from(bounds)),
+        eta=draw(st.sampled_from(etas)),
+        beta_aware=draw(st.booleans()),
+        initial_scale=draw(st.sampled_from(["none", "shared", "each"])),
+        initial_state=draw(st.booleans()),
+        scale=draw(st.sampled_from([None, 1.0, -0.3])),
+        alike=draw(st.sampled_from([0.0, 0.5, 3.0])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+# A step this size contracts the scale, so rounding stays what it is.
+TAME = [0.0, 0.003, 0.1, 0.7]
+# Beyond, the scale is thrown from bound to bound and rounding is amplified at each throw: that is the
+# recurrence itself, not an implementation of it, so these are compared in float64 alone.
+WILD = [2.0, 5.0, 40.0]
+BOXES = [(0.5, 2.0), (0.9, 1.1), (0.9985, 1.002), (-1.0, 1.5)]
+# With a unit key and beta 1 a step is the rounding of 1 - |k|^2, whose sign then decides on which side of a
+# bound at 1 the scale lies, and so whether a gradient passes: such a box, too, is compared in float64 alone.
+POINT = (1.0, 1.0)
+
+
+@lru_cache(maxsize=64)  # every backend meets the same configurations, one after the other
+def truth(operator, config: Config):
+    return answer(operator, make(config), "reference", torch.float64)
+
+
+def agrees(operator, backend: str, config: Config, dtype: torch.dtype) -> None:
+    bounds = SINGLE if dtype == torch.float32 else DOUBLE
+    assert_close(answer(operator, make(config), backend, dtype), truth(operator, config), **bounds)
+
+
+@every_backend
+@every_operator
+@settings(max_examples=50)
+@given(config=configs(TAME, [*BOXES, None]))
+def test_outputs_states_and_gradients_are_those_of_the_reference(operator, backend, config):
+    agrees(operator, backend, config, torch.float32)
+
+
+@every_backend
+@every_operator
+@settings(max_examples=20)
+@given(config=configs(TAME, [*BOXES, POINT, None]))
+def test_double_precision_is_double_precision(operator, backend, config):
+    agrees(operator, backend, config, torch.float64)
+
+
+@every_backend
+@settings(max_examples=20)
+@given(config=configs(WILD, [*BOXES, POINT], longest=60))
+def test_a_step_too_large_is_taken_as_defined(backend, config):
+    agrees(online_scaled_delta_rule, backend, config, torch.float64)
+
+
+@pytest.mark.slow
+@every_backend
+@every_operator
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@settings(max_examples=400)
+@given(config=configs(TAME, [*BOXES, None], longest=500))
+def test_hundreds_of_configurations_agree(operator, backend, dtype, config):
+    agrees(operator, backend, config, dtype)
+
+
+@every_backend
+@pytest.mark.parametrize("strength", ["strong", "mixed", "constant"])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_strong_decay_loses_no_digits_over_hundreds_of_tokens(backend, decay, strength):
+    config = Config((300, 300), H=1, group=2, K=29, V=13, decay=decay, strength=strength, initial_state=True)
+    agrees(online_scaled_delta_rule, backend, config, torch.float32)
+
+
+@every_backend
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_a_decay_of_minus_infinity_forgets_everything(backend, decay):
+    problem = make(Config((70,), decay=decay, initial_state=True))
+    problem.tensors["log_decay"][:, 33] = -torch.inf
+    want = answer(delta_rule, problem, "reference", torch.float64)
+    assert_close(answer(delta_rule, problem, backend, torch.float32), want, **SINGLE)
+
+
+@every_backend
+@every_operator
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_gradients_are_those_of_finite_differences(operator, backend, decay):
+    config = Config(
+        (3, 0, 5),
+        packed=True,
+        H=1,
+        group=2,
+        K=3,
+        V=2,
+        decay=decay,
+        retention="head",
+        eta=0.1,
+        initial_scale="each",
+        initial_state=True,
+    )
+    tensors, options = make(config).arguments(operator)
+    names = list(tensors)
+    leaves = [x.double().requires_grad_() for x in tensors.values()]
+
+    def outputs(*leaves):
+        return operator(**dict(zip(names, leaves)), **options, backend=backend)
+
+    assert torch.autograd.gradcheck(outputs, leaves)

@@ -26,6 +26,14 @@ test: setup      ## the fast tests
 test-slow: setup ## every test, the long ones too
 	$(PY) -m pytest -m "slow or not slow"
 
+# The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a cache of their own.
+sanitize: setup  ## random configurations with the C++ kernels instrumented
+	XDG_CACHE_HOME=$(CURDIR)/.venv/sanitized \
+	OSDN_CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 \
+	$(PY) -m pytest -p no:cacheprovider -m "slow or not slow" tests/ops -k "cpu and not compile and not build"
+
 lint: setup      ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

@@ -5,6 +5,7 @@ the values in `cu_seqlens` are checked by `boundaries` when a backend runs.
 """
 
 import math
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +67,8 @@ def same_dtype(**tensors: Tensor) -> None:
 
 
 def number(name: str, x: Any, least: float = 0.0) -> float:
+    if type(x) is float and least <= x < math.inf and x > -math.inf:
+        return x
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
     if not (math.isfinite(x) and x >= least):
@@ -111,7 +114,7 @@ def boundaries(cu_seqlens: Tensor, T: int) -> list[int]:
         raise ValueError(f"cu_seqlens starts at {cuts[0]}; it must start at 0")
     if cuts[-1] != T:
         raise ValueError(f"cu_seqlens ends at {cuts[-1]}; it must end at the number of tokens, {T}")
-    for a, b in zip(cuts, cuts[1:]):
+    for a, b in pairwise(cuts):
         if b < a:
             raise ValueError(f"cu_seqlens decreases from {a} to {b}; sequence lengths cannot be negative")
     return cuts

@@ -5,7 +5,7 @@ one fused pass) over tensors of one floating dtype.
 """
 
 import importlib
-import importlib.util
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -71,14 +71,14 @@ def precondition_keys(
 
     dtype = _compute_dtype(k)
     write_keys, final_scale = module.precondition_keys(
-        k.to(dtype),
-        beta.to(dtype),
+        _cast(k, dtype),
+        _cast(beta, dtype),
         _retention(retention, (B, T, HV, K), k.device, dtype),
         _initial_scale(initial_scale, (N, HV, K), k.device, dtype),
         settings,
         cu_seqlens,
     )
-    return write_keys.to(k.dtype), final_scale
+    return _cast(write_keys, k.dtype), final_scale
 
 
 def delta_rule(
@@ -113,22 +113,22 @@ def delta_rule(
         outputs `[B, T, HV, V]` in v's dtype, and the final state `[N, HV, K, V]` in float32 (float64 for
         float64 inputs) or None.
     """
-    B, T, H, K, HV, V, N = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
+    B, T, HV, K, _ = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
     if write_keys is not None:
         checks.tensor("write_keys", write_keys, (B, T, HV, K), "[B, T, HV, K]", k.device)
     dtype = _compute_dtype(k)
     o, final_state = _select(backend, k.device).delta_rule(
-        q.to(dtype),
-        k.to(dtype),
-        v.to(dtype),
-        beta.to(dtype),
-        None if write_keys is None else write_keys.to(dtype),
+        _cast(q, dtype),
+        _cast(k, dtype),
+        _cast(v, dtype),
+        _cast(beta, dtype),
+        None if write_keys is None else _cast(write_keys, dtype),
         _log_decay(log_decay, (B, T, HV, K), k.device, dtype),
-        None if initial_state is None else initial_state.to(dtype),
+        None if initial_state is None else _cast(initial_state, dtype),
         _output_scale(scale, K),
         cu_seqlens,
     )
-    return o.to(v.dtype), final_state if output_final_state else None
+    return _cast(o, v.dtype), final_state if output_final_state else None
 
 
 def online_scaled_delta_rule(
@@ -160,7 +160,7 @@ def online_scaled_delta_rule(
     >>> o.shape, state.shape, scale.shape
     (torch.Size([2, 5, 4, 8]), torch.Size([2, 4, 8, 8]), torch.Size([2, 4, 8]))
     """
-    B, T, H, K, HV, V, N = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
+    B, T, HV, K, N = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
     settings = checks.scaling(eta, bounds, beta_aware, eps)
     module = _select(backend, k.device)
 
@@ -168,10 +168,10 @@ def online_scaled_delta_rule(
     retention = _retention(retention, (B, T, HV, K), k.device, dtype)
     initial_scale = _initial_scale(initial_scale, (N, HV, K), k.device, dtype)
     log_decay = _log_decay(log_decay, (B, T, HV, K), k.device, dtype)
-    initial_state = None if initial_state is None else initial_state.to(dtype)
+    initial_state = None if initial_state is None else _cast(initial_state, dtype)
     factor = _output_scale(scale, K)
     out_dtype = v.dtype
-    q, k, v, beta = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype)
+    q, k, v, beta = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), _cast(beta, dtype)
     if hasattr(module, "online_scaled_delta_rule"):
         o, final_state, final_scale = module.online_scaled_delta_rule(
             q, k, v, beta, retention, initial_scale, settings, log_decay, initial_state, factor, cu_seqlens
@@ -179,9 +179,10 @@ def online_scaled_delta_rule(
     else:
         w, final_scale = module.precondition_keys(k, beta, retention, initial_scale, settings, cu_seqlens)
         o, final_state = module.delta_rule(q, k, v, beta, w, log_decay, initial_state, factor, cu_seqlens)
-    return o.to(out_dtype), final_state if output_final_state else None, final_scale
+    return _cast(o, out_dtype), final_state if output_final_state else None, final_scale
 
 
+@cache
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"osdn.ops.{name}")
 
@@ -199,6 +200,10 @@ def _select(backend: str, device: torch.device) -> ModuleType:
     return _module(backend)
 
 
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)  # Tensor.to costs a microsecond even when it does nothing
+
+
 def _compute_dtype(k: Tensor) -> torch.dtype:
     return torch.float64 if k.dtype == torch.float64 else torch.float32
 
@@ -209,8 +214,8 @@ def _output_scale(scale: Any, K: int) -> float:
 
 def _check_delta_rule(
     q: Any, k: Any, v: Any, beta: Any, initial_state: Any, cu_seqlens: Any
-) -> tuple[int, int, int, int, int, int, int]:
-    """The sizes (B, T, H, K, HV, V, N), once the tensors agree on them."""
+) -> tuple[int, int, int, int, int]:
+    """The sizes (B, T, HV, K, N), once the tensors agree on them."""
     B, T, H, K = checks.keys(k)
     checks.tensor("q", q, (B, T, H, K), "[B, T, H, K]", k.device)
     HV = checks.value_heads("v", v, 4, "[B, T, HV, V]", H)
@@ -223,14 +228,14 @@ def _check_delta_rule(
     N = checks.sequence_count(cu_seqlens, B)
     if initial_state is not None:
         checks.tensor("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V]", k.device)
-    return B, T, H, K, HV, V, N
+    return B, T, HV, K, N
 
 
 def _log_decay(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor | None:
     if x is None:
         return None
     _per_head_or_channel("log_decay", x, shape, device)
-    return x.to(dtype)
+    return _cast(x, dtype)
 
 
 def _retention(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> float | Tensor:
@@ -239,7 +244,7 @@ def _retention(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torc
     if isinstance(x, (int, float)):
         return checks.number("retention", x)
     _per_head_or_channel("retention", x, shape, device)
-    return x.to(dtype)
+    return _cast(x, dtype)
 
 
 def _per_head_or_channel(name: str, x: Any, shape: tuple[int, ...], device: torch.device) -> None:
@@ -256,4 +261,4 @@ def _initial_scale(x: Any, shape: tuple[int, ...], device: torch.device, dtype: 
         checks.tensor("initial_scale", x, shape[1:], "[HV, K]", device)
         x = x.expand(shape)
     checks.tensor("initial_scale", x, shape, "[HV, K] or [N, HV, K]", device)
-    return x.to(dtype)
+    return _cast(x, dtype)

@@ -4,6 +4,8 @@
 functions below them fill in defaults and run the loops once for every packed sequence.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -66,8 +68,9 @@ def precondition_keys(
     d = _default(initial_scale, 1.0, k, (k.shape[2], k.shape[3]), cu_seqlens)
     if cu_seqlens is None:
         return scan_scale(k, beta, retention, d, settings)
+    r = retention
     pieces = [
-        scan_scale(k[:, s], beta[:, s], retention if isinstance(retention, float) else retention[:, s], d_n, settings)
+        scan_scale(k[:, s], beta[:, s], r if isinstance(r, float) else r[:, s], d_n, settings)
         for s, d_n in zip(_slices(cu_seqlens, k.shape[1]), d.split(1))
     ]
     return torch.cat([w for w, _ in pieces], 1), torch.cat([d for _, d in pieces])
@@ -109,11 +112,13 @@ def _per_value_head(x: Tensor, HV: int) -> Tensor:
     return x.repeat_interleave(HV // x.shape[2], 2) if x.shape[2] != HV else x
 
 
-def _default(x: Tensor | None, fill: float, like: Tensor, shape: tuple[int, ...], cu: Tensor | None) -> Tensor:
-    N = like.shape[0] if cu is None else len(cu) - 1
+def _default(
+    x: Tensor | None, fill: float, like: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None
+) -> Tensor:
+    N = like.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     return like.new_full((N, *shape), fill) if x is None else x
 
 
 def _slices(cu_seqlens: Tensor, T: int) -> list[slice]:
     cuts = boundaries(cu_seqlens, T)
-    return [slice(a, b) for a, b in zip(cuts, cuts[1:])]
+    return [slice(a, b) for a, b in pairwise(cuts)]

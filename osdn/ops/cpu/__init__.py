@@ -22,14 +22,15 @@ from osdn.ops.cpu.build import BuildError, library
 
 SPAN = 64  # tokens between two checkpoints, as in kernels.cpp
 
-# The fields of `struct Call` in kernels.cpp: 28 pointers, 11 integers, 6 numbers.
+# `struct Call` in heads.h: these pointers, then 11 integers and 6 numbers.
 POINTERS = (
-    "q k v beta write_keys log_decay retention initial_scale initial_state cu_seqlens "
-    "out final_state final_scale errors state_checkpoints scale_checkpoints "
-    "grad_out grad_final_state grad_final_scale "
-    "grad_q grad_k grad_v grad_beta grad_write_keys grad_log_decay grad_retention "
-    "grad_initial_scale grad_initial_state"
-).split()
+    *("q", "k", "v", "beta", "write_keys", "log_decay", "retention", "initial_scale", "initial_state"),
+    *("cu_seqlens", "out", "final_state", "final_scale"),
+    *("errors", "state_checkpoints", "scale_checkpoints"),
+    *("grad_out", "grad_final_state", "grad_final_scale"),
+    *("grad_q", "grad_k", "grad_v", "grad_beta", "grad_write_keys", "grad_log_decay", "grad_retention"),
+    *("grad_initial_scale", "grad_initial_state"),
+)
 CALL = struct.Struct(f"{len(POINTERS)}q11q6d")
 
 
@@ -65,29 +66,28 @@ def _numbers(settings: Scaling, retention: float | Tensor, scale: float) -> list
 
 def _run(
     kernel: str,
-    k: Tensor,
-    tensors: tuple[Tensor | None, ...],  # in the order of POINTERS; those not given are absent
-    sizes: tuple[int, int, int],  # N, HV, V
-    kinds: tuple[int, int, bool],  # of decay, of retention; whether phase 1 runs
+    tensors: dict[str, Tensor | None],  # by their names in POINTERS
+    N: int,
+    HV: int,
     numbers: list[float],
+    online: bool = True,
 ) -> None:
-    """Packs a call and runs it.  Every tensor is contiguous, on the CPU, of k's dtype, its shape checked."""
+    """Packs a call and runs it: tensors on the CPU, of one dtype, their shapes and boundaries checked."""
+    given = {name: x.contiguous() for name, x in tensors.items() if x is not None}
+    k, v = given["k"], given.get("v")
     _, T, H, K = k.shape
-    N, HV, V = sizes
-    pointers = [0 if x is None else x.data_ptr() for x in tensors]
-    pointers += [0] * (len(POINTERS) - len(pointers))
+    V = v.shape[3] if v is not None else 0
+    kinds = (_kind(given.get("log_decay")), _kind(given.get("retention")))
     *reals, beta_aware = numbers
-    integers = (N, T, H, HV, K, V, *kinds, int(beta_aware), torch.get_num_threads())
-    if _kernels(k.dtype)[kernel](CALL.pack(*pointers, *integers, *reals)):
+    pointers = [given[name].data_ptr() if name in given else 0 for name in POINTERS]
+    threads = torch.get_num_threads()
+    call = CALL.pack(*pointers, N, T, H, HV, K, V, *kinds, online, int(beta_aware), threads, *reals)
+    if _kernels(k.dtype)[kernel](call):
         raise MemoryError("out of memory in osdn's CPU kernels")
 
 
 def _kind(x: Tensor | None) -> int:
     return 0 if x is None else x.ndim - 2
-
-
-def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if x is None else x.contiguous() for x in tensors)
 
 
 def _host_boundaries(cu_seqlens: Tensor | None, T: int) -> Tensor | None:
@@ -125,11 +125,10 @@ def _forward(
 ) -> list[Tensor]:
     """Outputs, final state, final scale; with `save` also the errors and the checkpoints of both states."""
     outputs = _forward_outputs(k, v, cu_seqlens, online, save)
-    cu_seqlens = _host_boundaries(cu_seqlens, k.shape[1])
-    inputs = _contiguous(q, k, v, beta, write_keys, log_decay, retention, initial_scale, initial_state)
-    kinds = (_kind(log_decay), _kind(retention), online)
-    places = [x if x.numel() or i < 3 else None for i, x in enumerate(outputs)]
-    _run("forward", k, (*inputs, cu_seqlens, *places), (outputs[1].shape[0], *v.shape[2:]), kinds, numbers)
+    cuts = _host_boundaries(cu_seqlens, k.shape[1])
+    inputs = (q, k, v, beta, write_keys, log_decay, retention, initial_scale, initial_state, cuts)
+    tensors = dict(zip(POINTERS, (*inputs, *outputs)))
+    _run("forward", tensors, outputs[1].shape[0], v.shape[2], numbers, online)
     return outputs
 
 
@@ -139,15 +138,11 @@ def _forward_outputs(
     B, T, _, K = k.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    spans = B * T // SPAN if save else 0
-    return [
-        v.new_empty(B, T, HV, V),
-        v.new_empty(N, HV, K, V),
-        v.new_empty(N if online else 0, HV, K),
-        v.new_empty(B if save else 0, T, HV, V),
-        v.new_empty(spans, HV, K, V),
-        v.new_empty(spans if online else 0, HV, K),
-    ]
+    spans = B * T // SPAN
+    shapes = [(B, T, HV, V), (N, HV, K, V), (N if online else 0, HV, K)]
+    if save:
+        shapes += [(B, T, HV, V), (spans, HV, K, V), (spans if online else 0, HV, K)]
+    return [v.new_empty(shape) for shape in shapes]
 
 
 _delta_rule = torch.library.custom_op("osdn::cpu_delta_rule", _forward, mutates_args=(), device_types="cpu")
@@ -181,15 +176,13 @@ def _delta_rule_backward(
 ) -> list[Tensor]:
     """Gradients of the first nine arguments; those of q and k have one head per value head."""
     grads = _gradients(k, v, beta, write_keys, log_decay, retention, initial_scale, initial_state)
-    cu_seqlens = _host_boundaries(cu_seqlens, k.shape[1])
-    inputs = _contiguous(q, k, v, beta, write_keys, log_decay, retention, initial_scale, initial_state)
-    saved = _contiguous(errors, state_checkpoints, scale_checkpoints)
-    incoming = _contiguous(grad_out, grad_final_state, grad_final_scale)
-    places = [x if x.numel() else None for x in grads]
+    cuts = _host_boundaries(cu_seqlens, k.shape[1])
+    inputs = (q, k, v, beta, write_keys, log_decay, retention, initial_scale, initial_state, cuts)
+    saved = (errors, state_checkpoints, scale_checkpoints)
+    incoming = (grad_out, grad_final_state, grad_final_scale)
+    tensors = dict(zip(POINTERS, (*inputs, None, None, None, *saved, *incoming, *grads)))
     N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    kinds = (_kind(log_decay), _kind(retention), online)
-    tensors = (*inputs, cu_seqlens, None, None, None, *saved, *incoming, *places)
-    _run("backward", k, tensors, (N, *v.shape[2:]), kinds, numbers)
+    _run("backward", tensors, N, v.shape[2], numbers, online)
     return grads
 
 
@@ -216,13 +209,11 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    q, k, v, *optional = saved[:9]
+    k, v = saved[1:3]
     grad_out, grad_final_state, grad_final_scale = grads[:3]
     if grad_out is None:
         grad_out = torch.zeros_like(v)
-    made = _delta_rule_backward(
-        *saved, grad_out, grad_final_state, grad_final_scale, ctx.numbers, ctx.online
-    )
+    made = _delta_rule_backward(*saved, grad_out, grad_final_state, grad_final_scale, ctx.numbers, ctx.online)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
     result[0], result[1] = _sum_groups(made[0], k.shape[2]), _sum_groups(made[1], k.shape[2])
     return (*result, None, None, None, None)
@@ -233,7 +224,9 @@ _delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
 
 def _call(operator: Any, plain: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
     """Through the dispatcher when a gradient or a compiler is watching, directly when not."""
-    differentiate = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+    differentiate = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in arguments
+    )
     if differentiate or torch.compiler.is_compiling():
         return operator(*arguments, differentiate)
     return plain(*arguments, False)
@@ -288,14 +281,27 @@ def _precondition(
 ) -> list[Tensor]:
     """Write keys and the final scale; with `save` also checkpoints of the scale."""
     outputs = _precondition_outputs(k, beta, cu_seqlens, save)
-    cu_seqlens = _host_boundaries(cu_seqlens, k.shape[1])
-    key, gate, r, d0 = _contiguous(k, beta, retention, initial_scale)
     write_keys, final_scale, checkpoints = outputs
-    tensors = (None, key, None, gate, None, None, r, d0, None, cu_seqlens)
-    tensors += (write_keys, None, final_scale, None, None, checkpoints if save else None)
-    sizes = (final_scale.shape[0], beta.shape[2], 0)
-    _run("precondition", k, tensors, sizes, (0, _kind(retention), True), numbers)
+    tensors = {
+        **_precondition_inputs(k, beta, retention, initial_scale, cu_seqlens),
+        "out": write_keys,
+        "final_scale": final_scale,
+        "scale_checkpoints": checkpoints,
+    }
+    _run("precondition", tensors, final_scale.shape[0], beta.shape[2], numbers)
     return outputs
+
+
+def _precondition_inputs(
+    k: Tensor, beta: Tensor, retention: Tensor | None, initial_scale: Tensor | None, cu_seqlens: Tensor | None
+) -> dict[str, Tensor | None]:
+    return {
+        "k": k,
+        "beta": beta,
+        "retention": retention,
+        "initial_scale": initial_scale,
+        "cu_seqlens": _host_boundaries(cu_seqlens, k.shape[1]),
+    }
 
 
 def _precondition_outputs(k: Tensor, beta: Tensor, cu_seqlens: Tensor | None, save: bool) -> list[Tensor]:
@@ -330,14 +336,16 @@ def _precondition_keys_backward(
 ) -> list[Tensor]:
     """Gradients of the first four arguments; that of k has one head per value head."""
     grads = _precondition_gradients(k, beta, retention, initial_scale)
-    cu_seqlens = _host_boundaries(cu_seqlens, k.shape[1])
-    key, gate, r, d0 = _contiguous(k, beta, retention, initial_scale)
-    g_w, g_d, saved = _contiguous(grad_write_keys, grad_final_scale, checkpoints)
-    g_k, g_beta, g_r, g_d0 = (x if x.numel() else None for x in grads)
-    tensors = (None, key, None, gate, None, None, r, d0, None, cu_seqlens, None, None, None, None, None, saved)
-    tensors += (g_w, None, g_d, None, g_k, None, g_beta, None, None, g_r, g_d0, None)
+    names = ("grad_k", "grad_beta", "grad_retention", "grad_initial_scale")
+    tensors = {
+        **_precondition_inputs(k, beta, retention, initial_scale, cu_seqlens),
+        **dict(zip(names, grads)),
+        "scale_checkpoints": checkpoints,
+        "grad_out": grad_write_keys,
+        "grad_final_scale": grad_final_scale,
+    }
     N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    _run("precondition_back", k, tensors, (N, beta.shape[2], 0), (0, _kind(retention), True), numbers)
+    _run("precondition_back", tensors, N, beta.shape[2], numbers)
     return grads
 
 
@@ -386,5 +394,7 @@ def precondition_keys(
 ) -> tuple[Tensor, Tensor]:
     numbers = _numbers(settings, retention, 1.0)
     r = retention if isinstance(retention, Tensor) else None
-    w, final_scale, _ = _call(_precondition_keys, _precondition, k, beta, r, initial_scale, cu_seqlens, numbers)
+    w, final_scale, _ = _call(
+        _precondition_keys, _precondition, k, beta, r, initial_scale, cu_seqlens, numbers
+    )
     return w, final_scale

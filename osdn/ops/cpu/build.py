@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ["-O3", "-march=native", "-std=gnu++17", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared"]
+FOLDER = Path(__file__).parent
+FLAGS = ["-O2", "-march=native", "-std=gnu++17", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared"]
 
 
 class BuildError(RuntimeError):
@@ -41,10 +41,13 @@ def library(real: str) -> ctypes.CDLL:
 
 
 def _compiler() -> str:
-    for name in filter(None, [os.environ.get("CXX"), "g++", "clang++", "c++"]):
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["g++", "clang++", "c++"]:
         found = shutil.which(name)
         if found:
             return found
+    if wanted:
+        raise BuildError(f"CXX is {wanted!r}, which cannot be found; point it at a C++ compiler or unset it")
     raise BuildError("no C++ compiler was found; install g++ or clang++, or set CXX to one")
 
 
@@ -65,8 +68,12 @@ def _cache() -> Path:
 
 def _digest(compiler: str, flags: list[str]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [SOURCE.read_text(), compiler, version, *flags, *_cpu()]
+    parts = [*(file.read_text() for file in _sources()), compiler, version, *flags, *_cpu()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _sources() -> list[Path]:
+    return [*sorted(FOLDER.glob("*.h")), FOLDER / "kernels.cpp"]
 
 
 def _cpu() -> list[str]:
@@ -85,7 +92,7 @@ def _compile(compiler: str, flags: list[str], path: Path, real: str) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            command = [compiler, str(SOURCE), *flags, "-o", str(made)]
+            command = [compiler, str(FOLDER / "kernels.cpp"), *flags, "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")

@@ -1,0 +1,305 @@
+// The backward of one head: spans from last to first, each recomputed from its checkpoint.
+
+#pragma once
+
+#include "tile.h"
+
+namespace {
+
+template <class R>
+struct BackwardSpan {
+    static constexpr int C = W<R>, TILES = (SPAN + C - 1) / C;
+    const Head<R>& head;
+    int64_t t = 0;
+    int count = 0;
+    Tile<R, C> tiles[TILES];
+    R *grad_state;                // [K, V] in packed blocks: of the state after the current tile
+    R *d, *grad_d;                // [Kp]: the scale, and its gradient
+    R *keys, *queries, *writes;   // [SPAN, Kp]: as given, queries times the output's scale
+    R *scales;                    // [SPAN, Kp]: the scale before each token
+    R *grad_keys, *grad_writes;   // [SPAN, Kp]
+    R *grad_rows;                 // [TILES, 3, Kp, C]: gradients of k̂, q̂, ŵ, transposed
+    R *grad_scores;               // [TILES, 2 C, C]: gradients of A, then of Q
+    R *grad_decay;                // [TILES, K, W]: partial sums of S * dS over the columns
+    R *grad_beta;                 // [SPAN, W]: partial sums of du * e over the columns
+    R *states;                    // [TILES, K, BLOCK]: the state before each tile, one block of columns
+    R *rows;                      // [3 C, BLOCK]: dp, do, u of a tile
+    R *columns_first;             // [3, BLOCK, C]: the same, transposed
+
+    explicit BackwardSpan(const Head<R>& h) : head(h) {
+        const int64_t K = h.K, Kp = h.Kp, Vp = round_up(h.V, BLOCK<R>), tile = Tile<R, C>::size(h.Kp);
+        const int64_t sizes[] = {K * Vp,         Kp,
+                                 Kp,             SPAN * Kp,
+                                 SPAN * Kp,      SPAN * Kp,
+                                 SPAN * Kp,      SPAN * Kp, SPAN * Kp,
+                                 TILES * 3 * Kp * C, TILES * 2 * C * C,
+                                 TILES * K * C,  SPAN * C,
+                                 TILES * K * BLOCK<R>, 3 * C * BLOCK<R>,
+                                 3 * C * BLOCK<R>};
+        R** const places[] = {&grad_state, &d, &grad_d, &keys, &queries, &writes, &scales, &grad_keys, &grad_writes,
+                              &grad_rows, &grad_scores, &grad_decay, &grad_beta, &states, &rows,
+                              &columns_first};
+        int64_t bytes = 64 * TILES;
+        for (int64_t n : sizes) bytes += n * sizeof(R) + 64;
+        scratch.reserve(bytes + TILES * tile * sizeof(R));
+        for (int i = 0; i < 16; i++) *places[i] = scratch.take<R>(sizes[i]);
+        for (auto& x : tiles) x.place(scratch.take<R>(tile), h.Kp);
+    }
+
+    // Padded rows of a tile from a tensor [tokens, HV, V]; with `factor`, each times its factor.
+    template <int NV>
+    INLINE void load_rows(const void* x, int64_t token, int n, int v0, int columns, const R* factor, R* to) const {
+        for (int c = 0; c < C; c++) {
+            Vec<R> row[NV] = {};
+            if (c < n) load_some<R, NV>(head.per_value(x, token + c) + v0, columns, row);
+            for (int i = 0; i < NV; i++)
+                store(to + (c * NV + i) * W<R>, factor ? row[i] * factor[c] : row[i]);
+        }
+    }
+
+    // All tiles of the span on one block of columns, in reverse.
+    template <int NV>
+    void run_columns(int v0, int columns) {
+        const Call& call = head.call;
+        const int K = head.K, Kp = head.Kp;
+        constexpr int L = NV * W<R>;
+        const int last = (count - 1) / C;
+        R *dp = rows, *dout = rows + C * L, *u = rows + 2 * C * L;
+        R* dS = grad_state + int64_t(K) * v0;
+
+        const int64_t size = int64_t(K) * head.V;
+        const R* start = t ? head.checkpoint(call.state_checkpoints, t, size)
+                           : (call.initial_state ? head.state(call.initial_state, size) : nullptr);
+        pack_state<R, NV>(start ? start + v0 : nullptr, states, K, head.V, columns);
+        for (int i = 0; i < last; i++) {
+            load_rows<NV>(call.errors, t + i * C, C, v0, columns, tiles[i].beta, u);
+            write_state<R, C, NV>(states + int64_t(i) * K * L, states + int64_t(i + 1) * K * L, L, K,
+                                  call.decay_kind ? tiles[i].decay : nullptr, tiles[i].w(0, Kp), Kp, u);
+        }
+        for (int i = last; i >= 0; i--) {
+            const Tile<R, C>& tile = tiles[i];
+            const int n = std::min(C, count - i * C);
+            const R* S = states + int64_t(i) * K * L;
+            if (v0 == 0)
+                for (int64_t before = t + i * C - SPAN; before < t + (i + 1) * C - SPAN && before >= 0; before++) {
+                    prefetch_token(head, before);
+                    prefetch(head.per_value(call.errors, before), head.V);
+                    prefetch(head.per_value(call.grad_out, before), head.V);
+                }
+            load_rows<NV>(call.errors, t + i * C, n, v0, columns, tile.beta, u);
+            load_rows<NV>(call.grad_out, t + i * C, n, v0, columns, nullptr, dout);
+
+            constexpr int G = C < 8 ? C : 8;
+            for (int c0 = 0; c0 < C; c0 += G) {
+                Vec<R> read[G][NV];
+                read_state<R, G, NV>(dS, L, K, tile.w(c0, Kp), Kp, read);
+                for (int c = 0; c < G; c++)
+                    for (int m = 0; m < NV; m++) store(dp + ((c0 + c) * NV + m) * W<R>, read[c][m]);
+            }
+            solve<NV>(tile, i * C, n, v0, columns, dp, dout);
+
+            R *dp_t = columns_first, *do_t = dp_t + C * L, *u_t = do_t + C * L;
+            transpose(dp, L, L, dp_t, C);
+            transpose(dout, L, L, do_t, C);
+            transpose(u, L, L, u_t, C);
+            R* grads = grad_rows + int64_t(i) * 3 * Kp * C;
+            contract<R, 2>(S, L, K, L, dp_t, C * L, grads, int64_t(Kp) * C);
+            contract<R, 1>(dS, L, K, L, u_t, 0, grads + int64_t(2) * Kp * C, 0);
+            contract<R, 1>(dp, L, 2 * C, L, u_t, 0, grad_scores + int64_t(i) * 2 * C * C, 0);
+            if (call.decay_kind) {
+                R* partial = grad_decay + int64_t(i) * K * C;
+                for (int k = 0; k < K; k++) {
+                    Vec<R> sum = load(partial + k * C);
+                    for (int m = 0; m < NV; m++) sum += load(S + k * L + m * W<R>) * load(dS + k * L + m * W<R>);
+                    store(partial + k * C, sum);
+                }
+            }
+            write_state<R, 2 * C, NV>(dS, dS, L, K, call.decay_kind ? tile.decay : nullptr, tile.rows, Kp, dp);
+        }
+    }
+
+    // From what the state's gradient says of the writes (in dp) to the gradients of the reads, last token
+    // first: du_i = dp_i + Σ_j Q_ji do_j + Σ_j A_ji dp_j, then dp_i = -beta_i du_i.
+    template <int NV>
+    INLINE void solve(const Tile<R, C>& tile, int offset, int n, int v0, int columns, R* dp, const R* dout) const {
+        const Call& call = head.call;
+        for (int c = n; c < C; c++)
+            for (int m = 0; m < NV; m++) store(dp + (c * NV + m) * W<R>, Vec<R>{});
+        for (int c = n - 1; c >= 0; c--) {
+            Vec<R> du[NV], e[NV], dv[NV];
+            for (int m = 0; m < NV; m++)
+                du[m] = load(dp + (c * NV + m) * W<R>) + load(dout + (c * NV + m) * W<R>) * tile.Q[c][c];
+            for (int j = c + 1; j < n; j++)
+                for (int m = 0; m < NV; m++)
+                    du[m] += load(dout + (j * NV + m) * W<R>) * tile.Q[j][c] +
+                             load(dp + (j * NV + m) * W<R>) * tile.A[j][c];
+            load_some<R, NV>(head.per_value(call.errors, t + offset + c) + v0, columns, e);
+            Vec<R> sum = load(grad_beta + (offset + c) * C);
+            for (int m = 0; m < NV; m++) {
+                sum += du[m] * e[m];
+                dv[m] = du[m] * tile.beta[c];
+                store(dp + (c * NV + m) * W<R>, -dv[m]);
+            }
+            store(grad_beta + (offset + c) * C, sum);
+            store_some<R, NV>(head.per_value(call.grad_v, t + offset + c) + v0, columns, dv);
+        }
+    }
+
+    // The key side of tile i: from the gradients of rows and scores to those of q, k, w and the decay, one
+    // vector of key channels at a time.  With r_ji = Γ_j / Γ_i, reader j owes Σ_i dA_ji r_ji w_i to k_j and
+    // write i owes Σ_j r_ji (dA_ji k_j + dQ_ji q_j) to w_i: both by Horner's rule over the decays.
+    void run_rows(int i) {
+        const Call& call = head.call;
+        const int n = std::min(C, count - i * C), Kp = head.Kp;
+        const int64_t token = t + i * C;
+        const R *dA = grad_scores + int64_t(i) * 2 * C * C, *dQ = dA + C * C;
+        const bool decays = call.decay_kind != 0;
+        Vec<R> whole[C] = {};  // the decay's gradients, summed over the channels
+        for (int b = 0; b < Kp; b += W<R>) {
+            const int width = std::min(head.K - b, W<R>);
+            const int64_t at = int64_t(i) * C * Kp + b;
+            Vec<R> k[C], q[C], w[C], a[C], g_k[C], g_q[C], g_w[C], pairs[C];
+            load_columns(grad_rows + (int64_t(i) * 3 * Kp + b) * C, g_k);
+            load_columns(grad_rows + ((int64_t(i) * 3 + 1) * Kp + b) * C, g_q);
+            load_columns(grad_rows + ((int64_t(i) * 3 + 2) * Kp + b) * C, g_w);
+            for (int c = 0; c < n; c++) {
+                k[c] = load(keys + at + c * Kp);
+                q[c] = load(queries + at + c * Kp);
+                w[c] = load(writes + at + c * Kp);
+                a[c] = decays ? load(tiles[i].factor + c * Kp + b) : splat<R>(1);
+            }
+            Vec<R> gamma = splat<R>(1);
+            for (int c = 0; c < n; c++) {
+                Vec<R> to_k = {}, to_q = {};
+                for (int j = 0; j < c; j++) {
+                    if (decays) to_k *= a[j], to_q *= a[j];
+                    to_k += w[j] * dA[c * C + j];
+                    to_q += w[j] * dQ[c * C + j];
+                }
+                if (decays) {
+                    to_k *= a[c], to_q *= a[c], gamma *= a[c];
+                    pairs[c] = k[c] * to_k + q[c] * to_q;
+                }
+                store(grad_keys + at + c * Kp, to_k + gamma * g_k[c]);
+                const Vec<R> out[1] = {(to_q + gamma * g_q[c] + w[c] * dQ[c * C + c]) * R(call.scale)};
+                store_some<R, 1>(head.per_key(call.grad_q, token + c) + b, width, out);
+            }
+            gamma = splat<R>(1);  // from here on Γ_C / Γ_c
+            for (int c = n - 1; c >= 0; c--) {
+                Vec<R> later = {};
+                for (int j = n - 1; j > c; j--) {
+                    later += k[j] * dA[j * C + c] + q[j] * dQ[j * C + c];
+                    if (decays) later *= a[j];
+                }
+                store(grad_writes + at + c * Kp, gamma * g_w[c] + later + q[c] * dQ[c * C + c]);
+                if (decays) {
+                    pairs[c] -= w[c] * later;
+                    gamma *= a[c];
+                }
+            }
+            if (decays) run_decay(i, b, n, width, g_k, g_q, g_w, pairs, whole);
+        }
+        if (call.decay_kind == 1)
+            for (int c = 0; c < n; c++) *head.per_head(call.grad_log_decay, token + c) = total<R>(whole[c]);
+    }
+
+    // Token c's log decay multiplies whatever passes over it: the state itself, writes before c on their way
+    // to the end of the tile, the state on its way to readers at or after c, and pairs of the two that
+    // straddle c.  Every term carries its own decay, so strong decays lose no digits.
+    INLINE void run_decay(int i, int b, int n, int width, const Vec<R>* g_k, const Vec<R>* g_q, const Vec<R>* g_w,
+                          const Vec<R>* pairs, Vec<R>* whole) const {
+        const Call& call = head.call;
+        const Tile<R, C>& tile = tiles[i];
+        const int Kp = head.Kp;
+        Vec<R> g[C], sum = {};
+        for (int m = 0; m < width; m++)
+            sum[m] = total<R>(load(grad_decay + (int64_t(i) * head.K + b + m) * C));
+        sum *= load(tile.decay + b);
+        for (int c = 0; c < n; c++) {
+            g[c] = sum;
+            sum += load(tile.w(c, Kp) + b) * g_w[c];
+        }
+        sum = Vec<R>{};
+        for (int c = n - 1; c >= 0; c--) {
+            sum += load(tile.k(c, Kp) + b) * g_k[c] + load(tile.q(c, Kp) + b) * g_q[c] + pairs[c];
+            g[c] += sum;
+            whole[c] += g[c];
+            if (call.decay_kind == 2) {
+                const Vec<R> out[1] = {g[c]};
+                store_some<R, 1>(head.per_key(call.grad_log_decay, t + i * C + c) + b, width, out);
+            }
+        }
+    }
+
+    // Rows of a [W, W] matrix as its columns.
+    static INLINE void load_columns(const R* x, Vec<R> (&out)[C]) {
+        for (int c = 0; c < C; c++) out[c] = load(x + c * C);
+        exchange<R, 1>(out);
+    }
+
+    void clear_sums() {
+        const int64_t K = head.K, Kp = head.Kp;
+        std::memset(grad_rows, 0, TILES * 3 * Kp * C * sizeof(R));
+        std::memset(grad_scores, 0, TILES * 2 * C * C * sizeof(R));
+        std::memset(grad_decay, 0, TILES * K * C * sizeof(R));
+        std::memset(grad_beta, 0, SPAN * C * sizeof(R));
+    }
+};
+
+template <class R>
+void backward_head(const Head<R>& head) {
+    const Call& call = head.call;
+    const int K = head.K, V = head.V;
+    const int64_t Kp = head.Kp, size = int64_t(K) * V;
+    BackwardSpan<R> span(head);
+    constexpr int C = BackwardSpan<R>::C;
+    const OnlineScale<R> online(head);
+
+    each_block<R>(0, V, [&](auto nv, int v0, int columns) {
+        const R* g = call.grad_final_state ? head.state(call.grad_final_state, size) + v0 : nullptr;
+        pack_state<R, nv>(g, span.grad_state + int64_t(K) * v0, K, V, columns);
+    });
+    std::memset(span.grad_d, 0, Kp * sizeof(R));
+    if (call.grad_final_scale) copy_row(span.grad_d, head.state(call.grad_final_scale, K), K, int(Kp));
+
+    for (int64_t t = (head.length - 1) / SPAN * SPAN; head.length > 0 && t >= 0; t -= SPAN) {
+        span.t = t;
+        span.count = int(std::min<int64_t>(SPAN, head.length - t));
+        const int tiles = (span.count + C - 1) / C;
+        if (call.online) {
+            if (t)
+                copy_row(span.d, head.checkpoint(call.scale_checkpoints, t, K), K, int(Kp));
+            else
+                online.start(span.d);
+        }
+        for (int i = 0; i < tiles; i++) {
+            const int64_t at = i * C * Kp;
+            const Record<R> record{span.keys + at, span.queries + at, span.writes + at, span.scales + at};
+            fill_tile<R, C>(span.tiles[i], head, online, t + i * C, std::min(C, span.count - i * C), span.d, &record);
+        }
+        span.clear_sums();
+        each_block<R>(0, V, [&](auto nv, int v0, int columns) { span.template run_columns<nv>(v0, columns); });
+        for (int i = 0; i < tiles; i++) span.run_rows(i);
+
+        for (int c = span.count - 1; c >= 0; c--) {
+            R* grad_k = span.grad_keys + c * Kp;
+            const R* grad_w = span.grad_writes + c * Kp;
+            *head.per_head(call.grad_beta, t + c) = total<R>(load(span.grad_beta + c * C));
+            if (call.online)
+                online.step_back(span.scales + c * Kp, span.keys + c * Kp, grad_w, span.grad_d, grad_k, t + c);
+            else if (call.write_keys)
+                copy_row(head.per_key(call.grad_write_keys, t + c), grad_w, K, K);
+            else
+                for (int64_t b = 0; b < Kp; b += W<R>) store(grad_k + b, load(grad_k + b) + load(grad_w + b));
+            copy_row(head.per_key(call.grad_k, t + c), grad_k, K, K);
+        }
+    }
+    if (call.grad_initial_state)
+        each_block<R>(0, V, [&](auto nv, int v0, int columns) {
+            unpack_state<R, nv>(span.grad_state + int64_t(K) * v0, head.state(call.grad_initial_state, size) + v0, K,
+                                V, columns);
+        });
+    if (call.grad_initial_scale) copy_row(head.state(call.grad_initial_scale, K), span.grad_d, K, K);
+}
+
+}  // namespace

@@ -1,0 +1,127 @@
+// What a call from Python looks like, and where one sequence and head of it lies in memory.
+
+#pragma once
+
+#include <cstdlib>
+#include <new>
+
+#include "simd.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
+// What Python packs for a call: native 8-byte fields in this order.  A null pointer is an absent tensor.
+struct Call {
+    // inputs
+    const void *q, *k, *v, *beta, *write_keys, *log_decay, *retention, *initial_scale, *initial_state;
+    const int64_t* cu_seqlens;  // [N + 1] on the host, or null: N sequences of T tokens each
+    // outputs of the forward
+    void *out, *final_state, *final_scale;
+    // what the forward keeps for the backward (absent when no gradient is wanted)
+    void *errors, *state_checkpoints, *scale_checkpoints;
+    // gradients that come in
+    const void *grad_out, *grad_final_state, *grad_final_scale;
+    // gradients that go out; those of q and k have one head per value head
+    void *grad_q, *grad_k, *grad_v, *grad_beta, *grad_write_keys, *grad_log_decay, *grad_retention,
+        *grad_initial_scale, *grad_initial_state;
+    int64_t N, T, H, HV, K, V;
+    int64_t decay_kind, retention_kind;  // 0: none or a constant, 1: per head, 2: per channel
+    int64_t online, beta_aware, threads;
+    double eta, low, high, eps, constant_retention, scale;
+};
+
+namespace {
+
+constexpr int SPAN = 64;  // tokens between two checkpoints; also how long a column block stays in L1
+
+// Thread-local memory, handed out in aligned pieces and kept from call to call.
+class Scratch {
+    static constexpr size_t GAP = 64, PIECES = 32;  // at most so many pieces
+    char* base = nullptr;
+    size_t size = 0, used = 0;
+
+public:
+    ~Scratch() { release(); }
+    void release() {
+#ifdef __SANITIZE_ADDRESS__
+        if (base) ASAN_UNPOISON_MEMORY_REGION(base, size);
+#endif
+        std::free(base);
+        base = nullptr;
+    }
+    void reserve(size_t bytes) {
+        used = 0;
+        if (bytes + PIECES * GAP <= size) return;
+        release();
+        size = (bytes + PIECES * GAP + 4095) / 4096 * 4096;
+        base = static_cast<char*>(std::aligned_alloc(4096, size));
+        if (!base) {
+            size = 0;
+            throw std::bad_alloc();
+        }
+    }
+    template <class R>
+    R* take(int64_t n) {
+        R* p = reinterpret_cast<R*>(base + used);
+        used += (n * sizeof(R) + 63) / 64 * 64;
+#ifdef __SANITIZE_ADDRESS__  // a gap nobody may touch: running over the end of a piece is caught
+        ASAN_UNPOISON_MEMORY_REGION(p, n * sizeof(R));
+        ASAN_POISON_MEMORY_REGION(base + used, GAP);
+#endif
+        used += GAP;
+        return p;
+    }
+};
+thread_local Scratch scratch;
+
+// One sequence and value head of a call: where its tokens' rows lie.
+template <class R>
+struct Head {
+    const Call& call;
+    int64_t n, hv, h, begin, length;
+    int K, Kp, V;  // Kp: K rounded up to whole vectors
+
+    Head(const Call& c, int64_t sequence, int64_t value_head)
+        : call(c), n(sequence), hv(value_head), h(value_head / (c.HV / c.H)), K(int(c.K)),
+          Kp(round_up(c.K, W<R>)), V(int(c.V)) {
+        begin = c.cu_seqlens ? c.cu_seqlens[n] : n * c.T;
+        length = (c.cu_seqlens ? c.cu_seqlens[n + 1] : begin + c.T) - begin;
+    }
+    // Row of token t in a tensor [tokens, heads, width].
+    const R* row(const void* x, int64_t t, int64_t heads, int64_t head, int64_t width) const {
+        return static_cast<const R*>(x) + ((begin + t) * heads + head) * width;
+    }
+    R* row(void* x, int64_t t, int64_t heads, int64_t head, int64_t width) const {
+        return static_cast<R*>(x) + ((begin + t) * heads + head) * width;
+    }
+    const R* query(int64_t t) const { return row(call.q, t, call.H, h, K); }
+    const R* key(int64_t t) const { return row(call.k, t, call.H, h, K); }
+    template <class P>
+    auto per_head(P x, int64_t t) const { return row(x, t, call.HV, hv, 1); }
+    template <class P>
+    auto per_key(P x, int64_t t) const { return row(x, t, call.HV, hv, K); }
+    template <class P>
+    auto per_value(P x, int64_t t) const { return row(x, t, call.HV, hv, V); }
+    // This head's part of a tensor [N, HV, size].
+    const R* state(const void* x, int64_t size) const {
+        return static_cast<const R*>(x) + (n * call.HV + hv) * size;
+    }
+    R* state(void* x, int64_t size) const { return static_cast<R*>(x) + (n * call.HV + hv) * size; }
+    // Checkpoint of the span that starts at token t > 0.  begin / SPAN never collides: a sequence of L
+    // tokens needs ceil(L / SPAN) - 1 checkpoints, and at least as many multiples of SPAN lie inside it.
+    R* checkpoint(void* x, int64_t t, int64_t size) const {
+        return static_cast<R*>(x) + ((begin / SPAN + t / SPAN - 1) * call.HV + hv) * size;
+    }
+};
+
+// A row of K elements into Kp, zero-padded, times a factor.
+template <class R>
+INLINE void copy_row(R* to, const R* from, int K, int Kp, R factor = 1) {
+    int i = 0;
+    for (; i + W<R> <= K; i += W<R>) store(to + i, load(from + i) * factor);
+    for (; i < K; i++) to[i] = from[i] * factor;
+    for (; i < Kp; i++) to[i] = 0;
+}
+
+}  // namespace

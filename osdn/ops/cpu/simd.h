@@ -1,0 +1,282 @@
+// Vectors of whatever width the CPU has, and the four inner loops that all of the time is spent in.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64;
+#elif defined(__AVX__)
+constexpr int BYTES = 32;
+#else
+constexpr int BYTES = 16;
+#endif
+
+template <class R>
+struct Simd {
+    static constexpr int W = BYTES / sizeof(R);
+    typedef R vec __attribute__((vector_size(BYTES)));
+    typedef R loose __attribute__((vector_size(BYTES), aligned(sizeof(R)), may_alias));
+};
+template <class R>
+using Vec = typename Simd<R>::vec;
+template <class R>
+constexpr int W = Simd<R>::W;
+
+template <class R>
+struct Bits;
+template <>
+struct Bits<float> {
+    typedef int32_t type __attribute__((vector_size(BYTES)));
+    static constexpr int mantissa = 23, bias = 127, terms = 7;
+    static constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    static constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+    static constexpr float least = -87.0f, most = 88.0f;
+};
+template <>
+struct Bits<double> {
+    typedef int64_t type __attribute__((vector_size(BYTES)));
+    static constexpr int mantissa = 52, bias = 1023, terms = 13;
+    static constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52
+    static constexpr double ln2_high = 0.693145751953125, ln2_low = 1.42860682030941723212e-6;
+    static constexpr double least = -708.0, most = 709.0;
+};
+
+template <class R>
+INLINE Vec<R> load(const R* p) {
+    return *reinterpret_cast<const typename Simd<R>::loose*>(p);
+}
+template <class R>
+INLINE void store(R* p, Vec<R> x) {
+    *reinterpret_cast<typename Simd<R>::loose*>(p) = x;
+}
+template <class R>
+INLINE Vec<R> splat(R x) {
+    return Vec<R>{} + x;
+}
+// The first n of NV vectors' elements; the rest read as zero and are not written.
+template <class R, int NV>
+INLINE void load_some(const R* p, int n, Vec<R> (&x)[NV]) {
+    if (n == NV * W<R>) {
+        UNROLL
+        for (int i = 0; i < NV; i++) x[i] = load(p + i * W<R>);
+    } else {
+        alignas(BYTES) R buffer[NV * W<R>] = {};
+        std::memcpy(buffer, p, n * sizeof(R));
+        UNROLL
+        for (int i = 0; i < NV; i++) x[i] = load(buffer + i * W<R>);
+    }
+}
+template <class R, int NV>
+INLINE void store_some(R* p, int n, const Vec<R> (&x)[NV]) {
+    if (n == NV * W<R>) {
+        UNROLL
+        for (int i = 0; i < NV; i++) store(p + i * W<R>, x[i]);
+    } else {
+        alignas(BYTES) R buffer[NV * W<R>];
+        UNROLL
+        for (int i = 0; i < NV; i++) store(buffer + i * W<R>, x[i]);
+        std::memcpy(p, buffer, n * sizeof(R));
+    }
+}
+// Half vectors: the elements at even and odd places of two vectors, or the two halves of one.
+template <class R, int... I>
+INLINE auto evens(Vec<R> a, Vec<R> b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I % 2 ? W<R> + I - 1 : I)...);
+}
+template <class R, int... I>
+INLINE auto odds(Vec<R> a, Vec<R> b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I % 2 ? W<R> + I : I + 1)...);
+}
+template <class V, int... I>
+INLINE auto add_halves(V x, std::integer_sequence<int, I...>) {
+    constexpr int half = sizeof...(I);
+    return __builtin_shufflevector(x, x, I...) + __builtin_shufflevector(x, x, (half + I)...);
+}
+// Sum of the elements.
+template <class R, int N = W<R>, class V = Vec<R>>
+INLINE R total(V x) {
+    if constexpr (N == 2)
+        return x[0] + x[1];
+    else
+        return total<R, N / 2>(add_halves(x, std::make_integer_sequence<int, N / 2>{}));
+}
+// The sums of four vectors at the price of little more than one.
+template <class R, int N, class V>
+INLINE void store_pairs(V x, R (&out)[4]) {
+    if constexpr (N > 4)
+        store_pairs<R, N / 2>(add_halves(x, std::make_integer_sequence<int, N / 2>{}), out);
+    else
+        UNROLL
+        for (int i = 0; i < 4; i++) out[i] = x[i];
+}
+template <class R>
+INLINE void totals(const Vec<R> (&x)[4], R (&out)[4]) {
+    if constexpr (W<R> >= 8) {
+        constexpr auto all = std::make_integer_sequence<int, W<R>>{};
+        const Vec<R> ab = evens<R>(x[0], x[1], all) + odds<R>(x[0], x[1], all);  // a b a b ...
+        const Vec<R> cd = evens<R>(x[2], x[3], all) + odds<R>(x[2], x[3], all);
+        using Index = typename Bits<R>::type;
+        Index low, high;
+        UNROLL
+        for (int i = 0; i < W<R>; i++) {
+            low[i] = i % 4 < 2 ? i : W<R> + i - 2;
+            high[i] = i % 4 < 2 ? i + 2 : W<R> + i;
+        }
+        store_pairs<R, W<R>>(__builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high), out);  // a b c d ...
+    } else {
+        UNROLL
+        for (int i = 0; i < 4; i++) out[i] = total<R>(x[i]);
+    }
+}
+
+INLINE int round_up(int64_t n, int multiple) { return int((n + multiple - 1) / multiple * multiple); }
+
+// exp by splitting off a power of two and a Taylor series on [-ln2/2, ln2/2]; below `least` it is zero.
+template <class R>
+INLINE Vec<R> exponential(Vec<R> x) {
+    using B = Bits<R>;
+    const Vec<R> shifted = x * R(1.4426950408889634) + B::magic;
+    const Vec<R> n = shifted - B::magic;
+    const Vec<R> r = (x - n * B::ln2_high) - n * B::ln2_low;
+    Vec<R> series = splat<R>(1);
+    for (int i = B::terms; i >= 1; i--) series = series * r * (R(1) / R(i)) + R(1);
+    typename B::type power;
+    std::memcpy(&power, &shifted, sizeof power);
+    power = (power + B::bias) << B::mantissa;
+    Vec<R> two_n;
+    std::memcpy(&two_n, &power, sizeof two_n);
+    const Vec<R> result = series * two_n;
+    const Vec<R> large = splat(std::numeric_limits<R>::infinity());
+    return x < B::least ? Vec<R>{} : (x > B::most ? large : result);
+}
+
+// --------------------------------------------------------------------------------- the four inner loops
+// acc[r] = Σ_i x[r][i] S[i]: ROWS key-side vectors read the state.
+template <class R, int ROWS, int NV>
+INLINE void read_state(const R* S, int64_t ld, int K, const R* x, int64_t xs, Vec<R> (&acc)[ROWS][NV]) {
+    for (auto& row : acc)
+        for (auto& a : row) a = Vec<R>{};
+    for (int i = 0; i < K; i++) {
+        Vec<R> s[NV];
+        UNROLL
+        for (int n = 0; n < NV; n++) s[n] = load(S + i * ld + n * W<R>);
+        UNROLL
+        for (int r = 0; r < ROWS; r++)
+            UNROLL
+            for (int n = 0; n < NV; n++) acc[r][n] += s[n] * x[r * xs + i];
+    }
+}
+
+// out[i] = decay[i] in[i] + Σ_c x[c][i] z[c]: RANK writes at once, M rows of the state in registers.
+template <class R, int RANK, int NV, int M>
+INLINE void write_rows(const R* in, R* out, int64_t ld, const R* decay, const R* x, int64_t xs, const R* z) {
+    Vec<R> s[M][NV];
+    UNROLL
+    for (int m = 0; m < M; m++)
+        UNROLL
+        for (int n = 0; n < NV; n++) s[m][n] = load(in + m * ld + n * W<R>);
+    if (decay)
+        UNROLL
+        for (int m = 0; m < M; m++)
+            UNROLL
+            for (int n = 0; n < NV; n++) s[m][n] *= decay[m];
+    for (int c = 0; c < RANK; c++) {
+        Vec<R> row[NV];
+        UNROLL
+        for (int n = 0; n < NV; n++) row[n] = load(z + (c * NV + n) * W<R>);
+        UNROLL
+        for (int m = 0; m < M; m++)
+            UNROLL
+            for (int n = 0; n < NV; n++) s[m][n] += row[n] * x[c * xs + m];
+    }
+    UNROLL
+    for (int m = 0; m < M; m++)
+        UNROLL
+        for (int n = 0; n < NV; n++) store(out + m * ld + n * W<R>, s[m][n]);
+}
+template <class R, int RANK, int NV>
+INLINE void write_state(const R* in, R* out, int64_t ld, int K, const R* decay, const R* x, int64_t xs,
+                        const R* z) {
+    constexpr int M = NV <= 2 ? 8 : 16 / NV;  // M x NV vectors must fit the registers
+    int i = 0;
+    for (; i + M <= K; i += M)
+        write_rows<R, RANK, NV, M>(in + i * ld, out + i * ld, ld, decay ? decay + i : nullptr, x + i, xs, z);
+    for (; i < K; i++)
+        write_rows<R, RANK, NV, 1>(in + i * ld, out + i * ld, ld, decay ? decay + i : nullptr, x + i, xs, z);
+}
+
+// out[i][j] += Σ_v X[i][v] z[j][v] for rows i of X and J groups of W columns z, given transposed.
+template <class R, int J, int M>
+INLINE void contract_rows(const R* X, int64_t ld, int columns, const R* z, int64_t zs, R* out, int64_t os) {
+    Vec<R> acc[M][J];
+    UNROLL
+    for (int m = 0; m < M; m++)
+        UNROLL
+        for (int j = 0; j < J; j++) acc[m][j] = load(out + j * os + m * W<R>);
+    for (int v = 0; v < columns; v++) {
+        Vec<R> row[J];
+        UNROLL
+        for (int j = 0; j < J; j++) row[j] = load(z + j * zs + v * W<R>);
+        UNROLL
+        for (int m = 0; m < M; m++)
+            UNROLL
+            for (int j = 0; j < J; j++) acc[m][j] += row[j] * X[m * ld + v];
+    }
+    UNROLL
+    for (int m = 0; m < M; m++)
+        UNROLL
+        for (int j = 0; j < J; j++) store(out + j * os + m * W<R>, acc[m][j]);
+}
+template <class R, int J>
+INLINE void contract(const R* X, int64_t ld, int rows, int columns, const R* z, int64_t zs, R* out,
+                     int64_t os) {
+    constexpr int M = J == 1 ? 16 : 8;
+    int i = 0;
+    for (; i + M <= rows; i += M) contract_rows<R, J, M>(X + i * ld, ld, columns, z, zs, out + i * W<R>, os);
+    for (; i < rows; i++) contract_rows<R, J, 1>(X + i * ld, ld, columns, z, zs, out + i * W<R>, os);
+}
+
+// W x W transpose: exchange the off-diagonal blocks of size 1, 2, 4, ... in turn.
+template <class R, int HALF>
+INLINE void exchange(Vec<R> (&x)[W<R>]) {
+    using Index = typename Bits<R>::type;
+    Index low, high;
+    UNROLL
+    for (int i = 0; i < W<R>; i++) {
+        low[i] = i & HALF ? W<R> + i - HALF : i;
+        high[i] = i & HALF ? W<R> + i : i + HALF;
+    }
+    UNROLL
+    for (int i = 0; i < W<R>; i++)
+        if (!(i & HALF)) {
+            const Vec<R> a = x[i], b = x[i + HALF];
+            x[i] = __builtin_shuffle(a, b, low);
+            x[i + HALF] = __builtin_shuffle(a, b, high);
+        }
+    if constexpr (HALF * 2 < W<R>) exchange<R, HALF * 2>(x);
+}
+// out[v][c] = in[c][v] for W rows c and `columns` columns v, a multiple of W.
+template <class R>
+INLINE void transpose(const R* in, int64_t ld, int columns, R* out, int64_t os) {
+    for (int v = 0; v < columns; v += W<R>) {
+        Vec<R> x[W<R>];
+        UNROLL
+        for (int c = 0; c < W<R>; c++) x[c] = load(in + c * ld + v);
+        exchange<R, 1>(x);
+        UNROLL
+        for (int c = 0; c < W<R>; c++) store(out + (v + c) * os, x[c]);
+    }
+}
+
+}  // namespace

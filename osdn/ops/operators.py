@@ -4,17 +4,15 @@ A backend is a module with `precondition_keys` and `delta_rule` (and `online_sca
 one fused pass) over tensors of one floating dtype.
 """
 
-import importlib
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from osdn.ops import checks
+from osdn.ops import checks, chunkwise, cpu, reference
 
-BACKENDS = ("reference", "chunkwise", "cpu", "triton")
+BACKENDS: dict[str, ModuleType] = {"reference": reference, "chunkwise": chunkwise, "cpu": cpu}
 
 
 def available_backends(device: str | torch.device = "cpu") -> list[str]:
@@ -25,7 +23,7 @@ def available_backends(device: str | torch.device = "cpu") -> list[str]:
     """
     kind = torch.device(device).type
     found = ["chunkwise", "reference"]
-    if kind == "cpu" and _module("cpu").available():
+    if kind == "cpu" and _compiled():
         found.insert(0, "cpu")
     return found
 
@@ -182,22 +180,22 @@ def online_scaled_delta_rule(
     return _cast(o, out_dtype), final_state if output_final_state else None, final_scale
 
 
-@cache
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"osdn.ops.{name}")
+@torch.compiler.assume_constant_result  # it runs a compiler, which must not be traced
+def _compiled() -> bool:
+    return cpu.available()
 
 
 def _select(backend: str, device: torch.device) -> ModuleType:
     if backend == "auto":
-        backend = "cpu" if device.type == "cpu" and _module("cpu").available() else "chunkwise"
-    if backend not in BACKENDS:
+        backend = "cpu" if device.type == "cpu" and _compiled() else "chunkwise"
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(BACKENDS)}')
     if backend == "cpu":
         if device.type != "cpu":
             raise ValueError(f'backend="cpu" needs tensors on the CPU; they are on {device}')
-        if not _module("cpu").available():
+        if not _compiled():
             backend = "chunkwise"  # the reason was given when the compilation was tried
-    return _module(backend)
+    return BACKENDS[backend]
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

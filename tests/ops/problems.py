@@ -4,7 +4,7 @@ A problem is stored in float32, so that every dtype computes on the very same nu
 the outputs together with the gradients of every tensor argument, of a loss that sees all outputs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +132,10 @@ def answer(operator: Any, problem: Problem, backend: str, dtype: torch.dtype) ->
     leaves = {name: x.to(dtype).detach().requires_grad_() for name, x in tensors.items()}
     with threads(1 if backend in ("reference", "chunkwise") else 2):
         outputs = dict(zip(OUTPUTS[operator], operator(**leaves, **options, backend=backend)))
-        return {**{name: x.detach() for name, x in outputs.items()}, **gradients(outputs, leaves)}
+        return {
+            **{name: x.detach() for name, x in outputs.items()},
+            **gradients(weighted_sum(outputs.values()), leaves),
+        }
 
 
 @contextmanager
@@ -146,19 +149,19 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def gradients(outputs: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of a loss that weighs every element of every output differently; zeros where there is no path."""
+def weighted_sum(outputs: Iterable[Tensor]) -> Tensor:
+    """A loss that weighs every element of every output differently, and always in the same way."""
     random = torch.Generator().manual_seed(1)
-    loss = torch.zeros((), dtype=torch.float64)
-    for x in outputs.values():
-        loss = loss + (x.double() * torch.randn(x.shape, generator=random)).sum()
+    terms = [(x.double() * torch.randn(x.shape, generator=random)).sum() for x in outputs]
+    return torch.stack(terms).sum()
+
+
+def gradients(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of `loss`, by `grad_` and the argument's name; zeros where there is no path."""
     if not loss.requires_grad:
         return {f"grad_{name}": torch.zeros_like(x) for name, x in leaves.items()}
-    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    return {
-        f"grad_{name}": torch.zeros_like(x) if grad is None else grad
-        for (name, x), grad in zip(leaves.items(), grads)
-    }
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return {f"grad_{name}": grad for name, grad in zip(leaves, grads)}
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

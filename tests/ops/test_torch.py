@@ -1,0 +1,250 @@
+"""The operators inside PyTorch: dtypes, strides, compilation, autocast, checkpointing, second derivatives."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from osdn.ops import available_backends, delta_rule, online_scaled_delta_rule, precondition_keys
+from tests.ops.problems import Config, answer, gradients, make, relative_error, weighted_sum
+
+every_backend = pytest.mark.parametrize("backend", available_backends())
+every_decay = pytest.mark.parametrize("decay", ["none", "head", "channel"])
+compiled = pytest.mark.skipif("cpu" not in available_backends(), reason="no C++ compiler here")
+
+
+def problem(decay="head", **changes):
+    sizes = {"H": 2, "group": 2, "K": 9, "V": 7, "retention": "channel", "eta": 0.2}
+    return make(Config((70, 70), decay=decay, initial_state=True, initial_scale="each", **sizes | changes))
+
+
+def fresh(tensors):
+    return {name: x.clone().requires_grad_() for name, x in tensors.items()}
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_computed_in_single_precision(backend, dtype):
+    p = problem()
+    p.tensors = {name: x.to(dtype).float() for name, x in p.tensors.items()}  # the numbers half precision has
+    half = answer(online_scaled_delta_rule, p, backend, dtype)
+    single = answer(online_scaled_delta_rule, p, backend, torch.float32)
+    assert half["o"].dtype == dtype
+    assert half["final_state"].dtype == half["final_scale"].dtype == torch.float32
+    assert torch.equal(half["o"], single["o"].to(dtype))
+    assert torch.equal(half["final_state"], single["final_state"])
+    assert torch.equal(half["final_scale"], single["final_scale"])
+    for name in single:
+        if name.startswith("grad_"):
+            assert half[name].dtype == dtype
+            assert relative_error(half[name], single[name]) < torch.finfo(dtype).eps
+
+
+@every_backend
+def test_gates_may_be_single_precision_where_keys_are_half(backend):
+    """A layer under autocast hands over bfloat16 keys and values but float32 gates and states."""
+    t, options = problem().arguments(online_scaled_delta_rule)
+    half = {name: x.bfloat16() if name in ("q", "k", "v") else x for name, x in t.items()}
+    got = online_scaled_delta_rule(**half, **options, backend=backend)
+    want = online_scaled_delta_rule(
+        **{name: x.float() for name, x in half.items()}, **options, backend=backend
+    )
+    assert got[0].dtype == torch.bfloat16
+    assert torch.equal(got[0], want[0].bfloat16())
+    assert torch.equal(got[1], want[1])
+
+
+@every_backend
+def test_write_keys_come_in_the_dtype_of_the_keys(backend):
+    t, options = problem().arguments(precondition_keys)
+    write_keys, scale = precondition_keys(**t | {"k": t["k"].bfloat16()}, **options, backend=backend)
+    assert (write_keys.dtype, scale.dtype) == (torch.bfloat16, torch.float32)
+    assert precondition_keys(t["k"].double(), t["beta"].double(), backend=backend)[1].dtype == torch.float64
+
+
+def transposed(x):  # as a layer has them that keeps heads before tokens
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def sliced(x):  # as cut out of one wide projection
+    return torch.stack([x, x + 1, x - 1], -1)[..., 0]
+
+
+def reversed_in_memory(x):
+    return x.permute(*reversed(range(x.ndim))).contiguous().permute(*reversed(range(x.ndim)))
+
+
+@every_backend
+@every_decay
+@pytest.mark.parametrize("view", [transposed, sliced, reversed_in_memory])
+def test_strides_do_not_matter(backend, decay, view):
+    t, options = problem(decay).arguments(online_scaled_delta_rule)
+    results = []
+    for arrange in (lambda x: x, view):
+        leaves = fresh(t)
+        outputs = online_scaled_delta_rule(
+            **{n: arrange(x) for n, x in leaves.items()}, **options, backend=backend
+        )
+        results.append({**dict(enumerate(outputs)), **gradients(weighted_sum(outputs), leaves)})
+    for name, want in results[0].items():
+        torch.testing.assert_close(results[1][name], want)
+
+
+@every_backend
+def test_expanded_inputs_get_summed_gradients(backend):
+    """Tensors with a stride of zero: one gate for all heads, one initial scale for all sequences."""
+    t, options = problem().arguments(online_scaled_delta_rule)
+    shared = {
+        "beta": t["beta"][..., :1],
+        "log_decay": t["log_decay"][:1, :1],
+        "initial_scale": t["initial_scale"][0],
+    }
+    results = []
+    for copy in (False, True):
+        leaves = fresh(t | shared)
+        wide = {name: leaves[name].expand(t[name].shape) for name in shared}
+        wide = {name: x.contiguous() if copy else x for name, x in wide.items()}
+        outputs = online_scaled_delta_rule(**leaves | wide, **options, backend=backend)
+        results.append(gradients(weighted_sum(outputs), leaves))
+    for name, want in results[1].items():
+        torch.testing.assert_close(results[0][name], want)
+
+
+@every_backend
+def test_gradients_of_outputs_that_are_strided_or_unused(backend):
+    t, options = problem().arguments(online_scaled_delta_rule)
+    leaves = fresh(t)
+    outputs = online_scaled_delta_rule(**leaves, **options, backend=backend)
+    for i, x in enumerate(outputs):
+        alone = gradients(x.sum(), leaves) if i == 2 else None
+        del alone
+    o, state, scale = online_scaled_delta_rule(**leaves, **options, backend=backend)
+    expanded = gradients(o.sum(), leaves)  # the gradient of a sum is one number, expanded
+    o, state, scale = online_scaled_delta_rule(**leaves, **options, backend=backend)
+    dense = gradients((o * torch.ones_like(o)).sum() + 0 * state.sum() + 0 * scale.sum(), leaves)
+    for name, want in dense.items():
+        torch.testing.assert_close(expanded[name], want)
+
+
+@every_backend
+def test_only_what_asks_for_a_gradient_gets_one(backend):
+    t, options = problem().arguments(online_scaled_delta_rule)
+    for name in t:
+        leaf = t[name].clone().requires_grad_()
+        outputs = online_scaled_delta_rule(**t | {name: leaf}, **options, backend=backend)
+        (alone,) = torch.autograd.grad(weighted_sum(outputs), leaf)
+        leaves = fresh(t)
+        outputs = online_scaled_delta_rule(**leaves, **options, backend=backend)
+        torch.testing.assert_close(alone, gradients(weighted_sum(outputs), leaves)[f"grad_{name}"])
+
+
+@every_backend
+def test_without_gradients_the_outputs_are_the_same(backend):
+    t, options = problem().arguments(online_scaled_delta_rule)
+    with_grad = online_scaled_delta_rule(**fresh(t), **options, backend=backend)
+    with torch.no_grad():
+        without = online_scaled_delta_rule(**fresh(t), **options, backend=backend)
+    with torch.inference_mode():
+        inference = online_scaled_delta_rule(**t, **options, backend=backend)
+    for a, b, c in zip(with_grad, without, inference):
+        assert a.requires_grad
+        assert not b.requires_grad
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+@every_backend
+@every_decay
+def test_autocast_does_not_touch_the_recurrence(backend, decay):
+    t, options = problem(decay).arguments(online_scaled_delta_rule)
+    leaves = fresh(t)
+    want = online_scaled_delta_rule(**leaves, **options, backend=backend)
+    want_grads = gradients(weighted_sum(want), leaves)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = online_scaled_delta_rule(**leaves, **options, backend=backend)
+    for a, b in zip(got, want):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+    for name, grad in gradients(weighted_sum(got), leaves).items():
+        torch.testing.assert_close(grad, want_grads[name])
+
+
+@every_backend
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(backend, use_reentrant):
+    t, options = problem().arguments(online_scaled_delta_rule)
+    leaves, names = fresh(t), list(t)
+
+    def run(*tensors):
+        return online_scaled_delta_rule(**dict(zip(names, tensors)), **options, backend=backend)
+
+    want = gradients(weighted_sum(run(*leaves.values())), leaves)
+    outputs = checkpoint(run, *leaves.values(), use_reentrant=use_reentrant)
+    weighted_sum(outputs).backward()  # the reentrant kind knows only this
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(leaf.grad, want[f"grad_{name}"])
+
+
+@every_backend
+@pytest.mark.parametrize("operator", [precondition_keys, delta_rule, online_scaled_delta_rule])
+def test_a_second_derivative_is_right_or_refused(backend, operator):
+    config = Config((3,), H=1, K=2, V=2, decay="channel", eta=0.1, initial_state=True)
+    tensors, options = make(config).arguments(operator)
+    names, leaves = list(tensors), [x.double().requires_grad_() for x in tensors.values()]
+
+    def outputs(*tensors):
+        return operator(**dict(zip(names, tensors)), **options, backend=backend)
+
+    if backend in ("reference", "chunkwise"):
+        assert torch.autograd.gradgradcheck(outputs, leaves)
+    else:
+        grads = torch.autograd.grad(weighted_sum(outputs(*leaves)), leaves, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"twice|double backward|second"):
+            weighted_sum(grads).backward()
+
+
+def compiled_equals_eager(tensors, options, operator, compiler):
+    def run(tensors):
+        return operator(**tensors, **options, backend="cpu")
+
+    torch.compiler.reset()
+    fast = torch.compile(run, fullgraph=True, backend=compiler)
+    results = []
+    for call in (run, fast):
+        leaves = fresh(tensors)
+        outputs = call(leaves)
+        results.append({**dict(enumerate(outputs)), **gradients(weighted_sum(outputs), leaves)})
+    for name, want in results[0].items():
+        torch.testing.assert_close(results[1][name], want)
+
+
+@compiled
+@every_decay
+@pytest.mark.parametrize("operator", [precondition_keys, delta_rule, online_scaled_delta_rule])
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_into_one_graph(operator, decay, packed):
+    p = make(Config((20, 20), packed=packed, decay=decay, retention="head", initial_state=True))
+    compiled_equals_eager(*p.arguments(operator), operator, "aot_eager")
+
+
+@compiled
+@pytest.mark.slow
+@every_decay
+@pytest.mark.parametrize("operator", [precondition_keys, delta_rule, online_scaled_delta_rule])
+def test_compiles_into_one_graph_with_the_default_compiler(operator, decay):
+    p = make(Config((20, 20), packed=True, decay=decay, retention="head", initial_state=True))
+    compiled_equals_eager(*p.arguments(operator), operator, "inductor")
+
+
+@compiled
+def test_compiled_code_without_gradients_and_of_another_length():
+    torch.compiler.reset()
+    fast = torch.compile(
+        lambda **t: online_scaled_delta_rule(**t, backend="cpu"), fullgraph=True, backend="aot_eager"
+    )
+    with torch.no_grad():
+        for length in (1, 20, 33, 64):
+            t, _ = make(Config((length,), decay="head", initial_state=True)).arguments(
+                online_scaled_delta_rule
+            )
+            for a, b in zip(fast(**t), online_scaled_delta_rule(**t, backend="cpu")):
+                assert a is b is None or torch.equal(a, b)

@@ -1,0 +1,5 @@
+"""`python -m osdn`, the same as `osdn`."""
+
+from osdn.cli import app
+
+app()

@@ -1,0 +1,203 @@
+"""A problem is a stream of keys, values and gates; a run sends it through the operators and measures writes.
+
+The measurement needs the state just before each write and just after.  A token with `beta = 0` reads and
+writes nothing, so the stream is sent with such a token put in front of each of its own: the first of the
+pair, which also takes the decay, reads what the state held, the second what the write left.  One call of the
+operator, no second copy of its recurrence.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from osdn.analysis.theory.check import log
+from osdn.ops import delta_rule, precondition_keys
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Keys, values and gates in the operators' layout, and the settings of phase 1."""
+
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, H, V]
+    beta: Tensor  # [B, T, H]
+    log_decay: Tensor | None = None  # [B, T, H] or [B, T, H, K]
+    initial_state: Tensor | None = None  # [B, H, K, V]
+    eta: float = 0.003
+    bounds: tuple[float, float] | None = (0.5, 2.0)
+    retention: float | Tensor | None = None  # a number, [B, T, H] or [B, T, H, K]
+    initial_scale: Tensor | None = None  # [B, H, K]
+    beta_aware: bool = True
+    eps: float = 1e-6
+    backend: str = "auto"
+
+    @property
+    def s(self) -> Tensor:
+        """The squared keys, channel by channel, [B, T, H, K]."""
+        return self.k.square()
+
+    @property
+    def n(self) -> Tensor:
+        """The squared norms of the keys, [B, T, H]."""
+        return self.s.sum(-1)
+
+    @property
+    def length(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def start(self) -> Tensor:
+        """The scale before the first token, [B, H, K]."""
+        ones = torch.ones_like(self.k[:, 0])
+        return ones if self.initial_scale is None else self.initial_scale.expand_as(ones)
+
+    def with_(self, **changes: Any) -> "Problem":
+        return replace(self, **changes)
+
+    def feedback(self, d: Tensor) -> Tensor:
+        """h_t(d) in closed form for one scale d, [B, H, K] -> [B, T, H]."""
+        return ((1 - self.beta * (d[:, None] * self.s).sum(-1)).square() - 1) / (2 * self.n)
+
+    def scales(self) -> tuple[Tensor, Tensor]:
+        """Phase 1: the write keys [B, T, H, K] and the last scale [B, H, K]."""
+        return precondition_keys(
+            self.k,
+            self.beta,
+            eta=self.eta,
+            bounds=self.bounds,
+            retention=self.retention,
+            initial_scale=self.initial_scale,
+            beta_aware=self.beta_aware,
+            eps=self.eps,
+            backend=self.backend,
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the operators did with a problem: losses f_t before and after the write of token t, [B, T, H]."""
+
+    problem: Problem
+    write_keys: Tensor  # [B, T, H, K]
+    before: Tensor
+    after: Tensor
+    final_state: Tensor  # [B, H, K, V]
+
+    @property
+    def log_q(self) -> Tensor:
+        """log f_t(S_t) / f_t(S_{t-1}), measured, [B, T, H]."""
+        return log(self.after) - log(self.before)
+
+    @property
+    def feedback(self) -> Tensor:
+        """h_t(d_t), measured, [B, T, H]."""
+        return (self.after - self.before) / (2 * self.before * self.problem.n)
+
+    @property
+    def step(self) -> Tensor:
+        """beta_t <d_t, s_t>, the fraction of the residual that the write removes, [B, T, H]."""
+        return self.problem.beta * (self.write_keys * self.problem.k).sum(-1)
+
+    def regret(self, d: Tensor) -> Tensor:
+        """The regret the run incurred against the fixed scale d, [B, H]."""
+        return (self.feedback - self.problem.feedback(d)).sum(1)
+
+
+def run(problem: Problem) -> Run:
+    """Both phases over the problem, with the loss of every token before and after its write."""
+    return measure(problem, problem.scales()[0])
+
+
+def measure(problem: Problem, write_keys: Tensor) -> Run:
+    """Phase 2 with these write keys."""
+    zero = torch.zeros_like(problem.beta)
+    k, v = _twice(problem.k), _twice(problem.v)
+    decay = problem.log_decay
+    o, final_state = delta_rule(
+        k,
+        k,
+        v,
+        _interleave(zero, problem.beta),
+        write_keys=_twice(write_keys),
+        log_decay=None if decay is None else _interleave(decay, torch.zeros_like(decay)),
+        scale=1.0,
+        initial_state=problem.initial_state,
+        output_final_state=True,
+        backend=problem.backend,
+    )
+    assert final_state is not None
+    losses = (o - v).square().sum(-1) / 2
+    return Run(problem, write_keys, losses[:, 0::2], losses[:, 1::2], final_state)
+
+
+def best_fixed_scale(problem: Problem, bounds: tuple[float, float] | None) -> Tensor:
+    """The scale in the box that minimises sum_t h_t(d), [B, H, K]; without bounds, the one of least norm."""
+    A = problem.beta[..., None] * problem.s / problem.n[..., None].sqrt()  # rows of the least-squares problem
+    A, b = A.transpose(1, 2), problem.n.rsqrt().transpose(1, 2)[..., None]  # [B, H, T, K], [B, H, T, 1]
+    if bounds is None:
+        return (torch.linalg.pinv(A) @ b)[..., 0]
+    return box_least_squares(A.mT @ A, (A.mT @ b)[..., 0], bounds)
+
+
+def box_least_squares(
+    Q: Tensor, c: Tensor, bounds: tuple[float, float], gap: float = 1e-13, sweeps: int = 20_000
+) -> Tensor:
+    """argmin over the box of d'Qd / 2 - c'd by coordinate descent, [..., K, K] and [..., K] -> [..., K].
+
+    It stops when <gradient, d - x> <= gap for every x in the box, which bounds how far from optimal d is.
+    """
+    low, high = bounds
+    d = torch.full_like(c, (low + high) / 2)
+    # a channel that no key uses has a zero row: any value is optimal, so leave it
+    curvature = Q.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(c.dtype).tiny)
+    for _ in range(sweeps):
+        for i in range(c.shape[-1]):
+            slope = (Q[..., i, :] * d).sum(-1) - c[..., i]
+            d[..., i] = (d[..., i] - slope / curvature[..., i]).clamp(low, high)
+        gradient = (Q @ d[..., None])[..., 0] - c
+        worst = torch.where(gradient > 0, d - low, d - high)  # the farthest the box allows downhill
+        if ((gradient * worst).sum(-1) <= gap * (1 + c.abs().sum(-1))).all():
+            return d
+    raise RuntimeError(f"the box-constrained least squares did not converge in {sweeps} sweeps")
+
+
+def random_problem(
+    generator: torch.Generator,
+    B: int = 32,
+    T: int = 48,
+    K: int = 6,
+    V: int = 4,
+    decay: str = "none",
+    beta: tuple[float, float] = (0.1, 0.95),
+    **settings: Any,
+) -> Problem:
+    """B problems with unit keys whose channels differ in strength; `decay` is none, scalar or channel."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    k = F.normalize(normal(B, T, 1, K) * normal(B, 1, 1, K).exp(), dim=-1)
+    gates = beta[0] + (beta[1] - beta[0]) * normal(B, T, 1).sigmoid()
+    shape = {"none": None, "scalar": (B, T, 1), "channel": (B, T, 1, K)}[decay]
+    log_decay = None if shape is None else F.logsigmoid(normal(*shape) + 2)
+    return Problem(k, normal(B, T, 1, V), gates, log_decay, **settings)
+
+
+def newton_problem(generator: torch.Generator, d_star: Tensor | None = None, **sizes: Any) -> Problem:
+    """A problem that meets the gated Newton condition: beta_t = 1 / <d*, s_t> for one d* inside the box."""
+    problem = random_problem(generator, **sizes)
+    if d_star is None:
+        shape = problem.k[:, 0].shape
+        d_star = 1.05 + 0.9 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    return problem.with_(beta=1 / (d_star[:, None] * problem.s).sum(-1))
+
+
+def _twice(x: Tensor) -> Tensor:
+    return x.repeat_interleave(2, 1)
+
+
+def _interleave(first: Tensor, second: Tensor) -> Tensor:
+    return torch.stack([first, second], 2).flatten(1, 2)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from osdn.ops import checks
 from osdn.ops.checks import Scaling
@@ -223,11 +224,11 @@ _delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _call(operator: Any, plain: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
-    """Through the dispatcher when a gradient or a compiler is watching, directly when not."""
-    differentiate = torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in arguments
-    )
-    if differentiate or torch.compiler.is_compiling():
+    """Through the dispatcher when autograd, a compiler, a mode or a subclass is watching, else directly."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    differentiate = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    if differentiate or watched or any(type(x) is not Tensor for x in tensors):
         return operator(*arguments, differentiate)
     return plain(*arguments, False)
 

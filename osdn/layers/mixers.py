@@ -207,7 +207,7 @@ class KimiDeltaAttention(DecayingMixer):
         super().__init__(hidden_size, *args, **kwargs)
         if self.num_v_heads != self.num_heads:
             raise ValueError(
-                f"num_v_heads is {self.num_v_heads}; KDA has as many as num_heads, {self.num_heads}"
+                f"num_v_heads is {self.num_v_heads}; in KDA it must be num_heads, {self.num_heads}"
             )
         rank, key_dim, value_dim = self.head_v_dim, self.q_proj.out_features, self.v_proj.out_features
         self.f_proj = nn.Sequential(

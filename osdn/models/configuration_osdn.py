@@ -3,7 +3,6 @@
 A configuration that cannot be built is refused here, with the reason, before any weight is allocated.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, ClassVar
 
@@ -72,8 +71,6 @@ class OSDNConfig(PreTrainedConfig):
                 f"{', '.join(misplaced)} must be set inside preconditioner={{...}}; "
                 f"without a preconditioner there is no scale to apply it to"
             )
-        if self.backbone not in MIXERS:
-            raise ValueError(f"backbone is {self.backbone!r}; it must be one of {', '.join(MIXERS)}")
         self._check_sizes()
         if self.head_k_dim is None:
             if self.hidden_size % self.num_heads:
@@ -84,21 +81,38 @@ class OSDNConfig(PreTrainedConfig):
             self.head_k_dim = self.hidden_size // self.num_heads
         if self.head_v_dim is None:
             self.head_v_dim = self.head_k_dim
-        if self.intermediate_size is None:
-            self.intermediate_size = 256 * -(-(self.hidden_size * 8 // 3) // 256)
         if self.num_v_heads is None:
             self.num_v_heads = self.num_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 256 * -(-(self.hidden_size * 8 // 3) // 256)
+        if self.preconditioner is not None:
+            # Every setting is spelled out, so that a saved configuration does not depend on our defaults.
+            settings = PreconditionerConfig.of(self.preconditioner)
+            bounds = None if settings.bounds is None else list(settings.bounds)
+            self.preconditioner = asdict(settings) | {"bounds": bounds}
+        super().__post_init__(**kwargs)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse what no model can be built from; `transformers` calls this before it saves."""
+        self._check_sizes()
+        if self.backbone not in MIXERS:
+            raise ValueError(f"backbone is {self.backbone!r}; it must be one of {', '.join(MIXERS)}")
         if self.num_v_heads % self.num_heads:
             raise ValueError(
                 f"num_v_heads is {self.num_v_heads}; it must be a multiple of num_heads, {self.num_heads}"
             )
         if self.num_v_heads != self.num_heads and self.backbone != "gated_delta_net":
             raise ValueError(
-                f"num_v_heads can differ from num_heads only in gated_delta_net, not in {self.backbone}"
+                f"num_v_heads can differ from num_heads in gated_delta_net, not in {self.backbone}"
             )
         if self.preconditioner is not None:
-            self.preconditioner = self._check_preconditioner(self.preconditioner)
-        super().__post_init__(**kwargs)
+            settings = PreconditionerConfig.of(self.preconditioner)
+            if settings.retention == "tied" and not MIXERS[self.backbone].has_decay:
+                raise ValueError(
+                    f'retention="tied" is tied to the decay of the state, and {self.backbone} has none; '
+                    f'use "learned" or a number'
+                )
 
     def _check_sizes(self) -> None:
         for name in (
@@ -110,16 +124,6 @@ class OSDNConfig(PreTrainedConfig):
                 raise ValueError(f"{name} is {size!r}; it must be a positive whole number")
         if not self.norm_eps > 0:
             raise ValueError(f"norm_eps is {self.norm_eps}; it must be positive")
-
-    def _check_preconditioner(self, settings: PreconditionerConfig | Mapping[str, Any]) -> dict[str, Any]:
-        """Every setting spelled out, so that a saved configuration does not depend on our defaults."""
-        config = PreconditionerConfig.of(settings)
-        if config.retention == "tied" and not MIXERS[self.backbone].has_decay:
-            raise ValueError(
-                f'retention="tied" is tied to the decay of the state, and {self.backbone} has none; '
-                f'use "learned" or a number'
-            )
-        return asdict(config) | {"bounds": None if config.bounds is None else list(config.bounds)}
 
     @property
     def layer_types(self) -> list[str]:

@@ -48,11 +48,8 @@ class Description:
 
     def rows(self) -> list[tuple[str, str]]:
         """Pairs of a label and a value, for people."""
-        scale = f"{self.scale_mib:.3f} MiB, {100 * self.scale_mib / self.state_mib:.2f} % of the state"
-        extra = f"{self.preconditioner_parameters:,}"
-        extra += (
-            f", {100 * self.preconditioner_parameters / self.parameters:.3f} % (the paper: at most 0.3 %)"
-        )
+        own, scale = self.preconditioner_parameters, self.scale_mib
+        own_share, scale_share = 100 * own / self.parameters, 100 * scale / self.state_mib
         rows = [
             ("model", self.preset or "(not a preset)"),
             ("backbone", f"{self.backbone}, {self.layers} layers of width {self.width}"),

@@ -1,7 +1,8 @@
 """Checkpoints of flash-linear-attention, in and out.
 
 The parameters of its DeltaNet, Gated DeltaNet and KDA models have the names and shapes of ours, so that only
-the configuration is translated.  Loading is strict: a model that would not compute what was trained is refused.
+the configuration is translated.  Loading is strict: a model that would not compute what was trained is
+refused.
 """
 
 import json
@@ -54,8 +55,8 @@ FIXED = {
 }
 SAME = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "num_v_heads", "intermediate_size",
-    "conv_size", "norm_eps", "initializer_range", "max_position_embeddings", "tie_word_embeddings", "use_cache",
-    "pad_token_id", "bos_token_id", "eos_token_id",
+    "conv_size", "norm_eps", "initializer_range", "max_position_embeddings", "tie_word_embeddings",
+    "use_cache", "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from osdn.models.configuration_osdn import MIXERS, OSDNConfig
 from osdn.ops import checks
 
 IGNORED_LABEL = -100
+LOGITS_AT_ONCE = 2**25  # 128 MiB in float32: enough rows for a fast matrix product, whatever the batch
 
 
 class OSDNMLP(nn.Module):
@@ -253,7 +254,10 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
             if torch.is_autocast_enabled(x.device.type):
                 dtype = torch.get_autocast_dtype(x.device.type)
                 x, weight = x.to(dtype), weight.to(dtype)
-            options = nn.LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling())
+            options = nn.LinearCrossEntropyOptions(
+                batch_chunk_size=max(1, LOGITS_AT_ONCE // weight.shape[0]),
+                allow_retain_graph=torch.compiler.is_compiling(),
+            )
             # The sum of many losses does not fit a half-precision number; single losses do.
             reduction = "none" if x.dtype.itemsize < 4 else "sum"
             loss = F.linear_cross_entropy(
@@ -269,7 +273,7 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
 
 def _padding(attention_mask: Tensor | None, T: int) -> Tensor | None:
     """The mask `[B, T]` of tokens that are not padding, or None if all are."""
-    if attention_mask is None or T == 1:  # a single token is never padding
+    if attention_mask is None:
         return None
     if attention_mask.ndim != 2 or attention_mask.shape[1] < T:
         raise ValueError(

@@ -1,0 +1,220 @@
+"""The mixers against `transformers`' own layers, against their formulas, and against themselves in pieces."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import KimiLinearConfig, OlmoHybridConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
+
+from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, MixerState
+
+SHAPE = {"hidden_size": 20, "num_heads": 2, "head_k_dim": 6, "head_v_dim": 10}
+STRONG = {"eta": 0.5}  # so that the scale leaves one within a few tokens
+LAYERS = [
+    (DeltaNet, None, {}),
+    (DeltaNet, STRONG, {}),
+    (DeltaNet, STRONG | {"retention": "learned", "initial_scale": "projected"}, {}),
+    (DeltaNet, STRONG | {"retention": 0.9, "initial_scale": "free", "beta_aware": False}, {}),
+    (GatedDeltaNet, None, {"num_v_heads": 4}),
+    (GatedDeltaNet, STRONG | {"retention": "tied"}, {"num_v_heads": 4}),
+    (GatedDeltaNet, STRONG | {"bounds": None}, {"conv_size": 2}),
+    (KimiDeltaAttention, None, {}),
+    (KimiDeltaAttention, STRONG | {"retention": "tied"}, {}),
+    (KimiDeltaAttention, STRONG | {"retention": "learned_per_channel"}, {"conv_size": 1}),
+]
+layers = pytest.mark.parametrize(("layer", "preconditioner", "shape"), LAYERS)
+
+
+def make(layer, preconditioner=None, dtype=torch.float64, **shape):
+    torch.manual_seed(0)
+    mixer = layer(**(SHAPE | shape), preconditioner=preconditioner).to(dtype)
+    with torch.no_grad():
+        for p in mixer.parameters():  # away from the values they start with
+            p.add_(torch.randn_like(p) * 0.3)
+    return mixer
+
+
+def by_hand(mixer, x):
+    """The mixer's formulas, one token and one head at a time."""
+    p = dict(mixer.named_parameters())
+    H, HV, K, V = mixer.num_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
+    q, k, v = (by_hand_convolution(x @ p[f"{n}_proj.weight"].T, p[f"{n}_conv1d.weight"]) for n in "qkv")
+    settings = mixer.preconditioner.config if mixer.preconditioner else None
+    outputs = torch.zeros(*x.shape[:2], HV, V, dtype=x.dtype)
+    for b in range(x.shape[0]):
+        for h in range(HV):
+            key_head = h // (HV // H)
+            S, d = torch.zeros(K, V, dtype=x.dtype), torch.ones(K, dtype=x.dtype)
+            if settings and settings.initial_scale:
+                d = p["preconditioner.log_scale"][h].exp()
+                d = d.clamp(*settings.bounds) if settings.initial_scale == "projected" else d
+            for t in range(x.shape[1]):
+                x_t = x[b, t]
+                q_t, k_t = (z[b, t, key_head * K : (key_head + 1) * K] for z in (q, k))
+                q_t, k_t = (z / (z.square().sum() + 1e-6).sqrt() for z in (q_t, k_t))
+                beta = (p["b_proj.weight"] @ x_t)[h].sigmoid()
+                decay = by_hand_decay(mixer, p, x_t, h)
+                S = decay[:, None] * S
+                w_t = d * k_t
+                if settings:
+                    r = by_hand_retention(settings, p, x_t, h, K, decay)
+                    b_t = beta if settings.beta_aware else 1.0
+                    d = r * d + settings.eta * b_t * (1 - b_t * d @ k_t**2) / max(k_t @ k_t, 1e-6) * k_t**2
+                    d = d if settings.bounds is None else d.clamp(*settings.bounds)
+                S = S + torch.outer(w_t, beta * (v[b, t, h * V : (h + 1) * V] - S.T @ k_t))
+                o = K**-0.5 * S.T @ q_t
+                outputs[b, t, h] = o / (o.square().mean() + 1e-6).sqrt() * p["o_norm.weight"]
+    flat = outputs.flatten(2)
+    if isinstance(mixer, GatedDeltaNet):
+        flat = flat * F.silu(x @ p["g_proj.weight"].T)
+    if isinstance(mixer, KimiDeltaAttention):
+        flat = flat * (x @ p["g_proj.0.weight"].T @ p["g_proj.1.weight"].T + p["g_proj.1.bias"]).sigmoid()
+    return flat @ p["o_proj.weight"].T
+
+
+def by_hand_convolution(x, weight):
+    width = weight.shape[2]
+    padded = F.pad(x, (0, 0, width - 1, 0))
+    return F.silu(sum(weight[:, 0, i] * padded[:, i : i + x.shape[1]] for i in range(width)))
+
+
+def by_hand_decay(mixer, p, x_t, h):
+    K = mixer.head_k_dim
+    if isinstance(mixer, GatedDeltaNet):
+        g = -p["A_log"][h].exp() * F.softplus((p["a_proj.weight"] @ x_t)[h] + p["dt_bias"][h])
+        return g.exp().expand(K)
+    if isinstance(mixer, KimiDeltaAttention):
+        f = p["f_proj.1.weight"] @ (p["f_proj.0.weight"] @ x_t) + p["dt_bias"]
+        return (-p["A_log"][h].exp() * F.softplus(f[h * K : (h + 1) * K])).exp()
+    return torch.ones(K, dtype=x_t.dtype)
+
+
+def by_hand_retention(settings, p, x_t, h, K, decay):
+    if settings.retention == "tied":
+        return decay
+    if isinstance(settings.retention, str):
+        r = (p["preconditioner.retention.weight"] @ x_t + p["preconditioner.retention.bias"]).sigmoid()
+        return r[h] if settings.retention == "learned" else r[h * K : (h + 1) * K]
+    return 1.0 if settings.retention is None else settings.retention
+
+
+@layers
+def test_outputs_and_gradients_follow_the_formulas(layer, preconditioner, shape):
+    mixer = make(layer, preconditioner, **shape)
+    x = torch.randn(2, 7, 20, dtype=torch.float64, requires_grad=True)
+    y, state = mixer(x)
+    assert state is None
+    expected = by_hand(mixer, x)
+    torch.testing.assert_close(y, expected, rtol=1e-8, atol=1e-10)
+    weights = torch.randn_like(y)
+    inputs = [x, *mixer.parameters()]
+    ours = torch.autograd.grad((y * weights).sum(), inputs)
+    theirs = torch.autograd.grad((expected * weights).sum(), inputs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-10)
+    assert all(g.abs().max() > 0 for g in ours)
+
+
+@pytest.mark.parametrize("num_v_heads", [2, 4])
+def test_gated_deltanet_is_the_layer_of_olmo_hybrid(num_v_heads):
+    mixer = make(GatedDeltaNet, dtype=torch.float32, num_v_heads=num_v_heads, norm_eps=1e-5)
+    config = OlmoHybridConfig(
+        hidden_size=20,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=num_v_heads,
+        linear_key_head_dim=6,
+        linear_value_head_dim=10,
+        linear_allow_neg_eigval=False,
+    )
+    theirs = OlmoHybridGatedDeltaNet(config, layer_idx=0)
+    weights = mixer.state_dict()
+    weights["conv1d.weight"] = torch.cat([weights.pop(f"{n}_conv1d.weight") for n in "qkv"])
+    theirs.load_state_dict(weights)
+    x = torch.randn(2, 70, 20)
+    torch.testing.assert_close(mixer(x)[0], theirs(x), rtol=1e-4, atol=1e-5)
+
+
+def test_kimi_delta_attention_is_the_layer_of_kimi_linear():
+    mixer = make(KimiDeltaAttention, dtype=torch.float32, head_v_dim=6, norm_eps=1e-5)
+    mixer.g_proj[1].bias.data.zero_()  # theirs has none
+    config = KimiLinearConfig(
+        hidden_size=20, linear_num_heads=2, linear_head_dim=6, rms_norm_eps=1e-5, num_hidden_layers=1,
+        layer_types=["linear_attention"],
+    )  # fmt: skip
+    theirs = KimiLinearDeltaAttention(config, layer_idx=0)
+    weights = mixer.state_dict()
+    names = {
+        "f_proj.0": "forget_gate.f_a_proj",
+        "f_proj.1": "forget_gate.f_b_proj",
+        "dt_bias": "forget_gate.dt_bias",
+    }
+    names |= {"g_proj.0": "g_a_proj", "g_proj.1": "g_b_proj", "A_log": "forget_gate.A_log"}
+    del weights["g_proj.1.bias"]
+    for ours, name in names.items():
+        weights = {key.replace(ours, name): value for key, value in weights.items()}
+    weights["conv1d.weight"] = torch.cat([weights.pop(f"{n}_conv1d.weight") for n in "qkv"])
+    weights["forget_gate.A_log"] = weights["forget_gate.A_log"].view(1, 1, -1, 1)
+    theirs.load_state_dict(weights)
+    x = torch.randn(2, 70, 20)
+    torch.testing.assert_close(mixer(x)[0], theirs(x), rtol=1e-4, atol=1e-5)
+
+
+@layers
+def test_pieces_and_their_gradients_are_the_whole(layer, preconditioner, shape):
+    mixer = make(layer, preconditioner, **shape)
+    x = torch.randn(2, 9, 20, dtype=torch.float64, requires_grad=True)
+    whole, final = mixer(x, output_final_state=True)
+    state, pieces = None, []
+    for piece in x.split([4, 1, 1, 3], 1):
+        y, state = mixer(piece, state, output_final_state=True)
+        pieces.append(y)
+    y = torch.cat(pieces, 1)
+    torch.testing.assert_close(y, whole)
+    torch.testing.assert_close(state, final)
+    torch.testing.assert_close(
+        torch.autograd.grad(y.square().sum(), x)[0], torch.autograd.grad(whole.square().sum(), x)[0]
+    )
+
+
+@layers
+def test_packed_sequences_are_each_alone(layer, preconditioner, shape):
+    mixer = make(layer, preconditioner, **shape)
+    lengths = [3, 0, 1, 6]
+    x = torch.randn(1, 10, 20, dtype=torch.float64)
+    first = torch.randn(4, 5, 20, dtype=torch.float64)
+    _, state = mixer(first, output_final_state=True)
+    y, last = mixer(x, state, cu_seqlens=torch.tensor([0, 3, 3, 4, 10]), output_final_state=True)
+    for n, piece in enumerate(x.split(lengths, 1)):
+        one = MixerState(*(None if z is None else z[n : n + 1] for z in state))
+        alone, end = mixer(piece, one, output_final_state=True) if lengths[n] else (piece, one)
+        torch.testing.assert_close(y[:, sum(lengths[:n]) : sum(lengths[: n + 1])], alone)
+        torch.testing.assert_close(MixerState(*(None if z is None else z[n : n + 1] for z in last)), end)
+
+
+def test_decay_parameters_start_in_their_ranges():
+    torch.manual_seed(0)
+    for layer, low in [(GatedDeltaNet, 0.0), (KimiDeltaAttention, 1.0)]:
+        mixer = layer(hidden_size=8, num_heads=400, head_k_dim=2, head_v_dim=2)
+        rates, steps = mixer.A_log.exp(), F.softplus(mixer.dt_bias)
+        assert low <= rates.min() < low + 0.5
+        assert 15.5 < rates.max() <= 16.001
+        assert 0.000999 < steps.min() < 0.0012
+        assert 0.08 < steps.max() < 0.1001
+        assert 0.007 < steps.log().mean().exp() < 0.013  # log-uniform: its middle is 0.01
+
+
+def test_wrong_arguments_are_refused_with_the_reason():
+    with pytest.raises(ValueError, match="num_v_heads is 3; it must be a multiple of num_heads, 2"):
+        make(GatedDeltaNet, num_v_heads=3)
+    with pytest.raises(ValueError, match="in KDA it must be num_heads"):
+        make(KimiDeltaAttention, num_v_heads=4)
+    with pytest.raises(ValueError, match="state decays"):
+        make(DeltaNet, {"retention": "tied"})
+    mixer = make(DeltaNet)
+    with pytest.raises(ValueError, match="so B must be 1; it is 2"):
+        mixer(torch.randn(2, 5, 20, dtype=torch.float64), cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="must end at the number of tokens, 5"):
+        mixer(torch.randn(1, 5, 20, dtype=torch.float64), cu_seqlens=torch.tensor([0, 4]))

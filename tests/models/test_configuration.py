@@ -1,0 +1,141 @@
+"""Configurations: what is refused, what is saved, and the presets against the paper's sizes."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from osdn import PRESETS, OSDNConfig, OSDNForCausalLM, describe
+from osdn.layers import PreconditionerConfig
+
+# Of each family: millions of parameters, and MiB of state and of scale in bfloat16.
+FAMILIES = {
+    "340m": {
+        "delta_net": (374.36, 6.0, 0.047),
+        "gated_delta_net": (379.89, 7.875, 0.031),
+        "kda": (373.60, 5.75, 0.045),
+    },
+    "1.3b": {"delta_net": (1365.68, 12.0, 0.094)},
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"backbone": "mamba"}, "backbone is 'mamba'; it must be one of delta_net, gated_delta_net, kda"),
+        ({"hidden_size": 100, "num_heads": 3}, "num_heads = 3 does not divide"),
+        ({"backbone": "gated_delta_net", "num_heads": 4, "num_v_heads": 6}, "multiple of num_heads, 4"),
+        ({"backbone": "kda", "num_v_heads": 16}, "not in kda"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a positive whole number"),
+        ({"head_k_dim": 2.5}, "head_k_dim is 2.5"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0"),
+        ({"preconditioner": {"eta": -1.0}}, "eta is -1.0"),
+        ({"preconditioner": {"bounds": (2, 1)}}, "lower bound must not exceed"),
+        ({"preconditioner": {"retention": "tied"}}, "delta_net has none"),
+        ({"preconditioner": {"retention": 2.0}}, "retention is 2.0"),
+        ({"preconditioner": {"decay": 0.9}}, "no setting decay"),
+        ({"retention": 0.999}, "retention must be set inside preconditioner"),
+        ({"eta": 0.003, "bounds": None}, "bounds, eta must be set inside preconditioner"),
+    ],
+)
+def test_impossible_configurations_are_refused_at_construction_with_the_reason(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        OSDNConfig(**settings)
+
+
+def test_an_unknown_preset_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match=r"no preset 'osdn-7b'; there are delta_net-340m, osdn-340m"):
+        OSDNConfig.from_preset("osdn-7b")
+
+
+def test_a_configuration_survives_being_saved(tmp_path):
+    settings = PreconditionerConfig(eta=0.01, bounds=(0.25, 4), retention="learned", initial_scale="free")
+    config = OSDNConfig(preconditioner=settings, hidden_size=64, num_heads=4)
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == "osdn"
+    assert saved["preconditioner"] == {
+        "eta": 0.01, "bounds": [0.25, 4], "retention": "learned", "initial_scale": "free", "beta_aware": True
+    }  # fmt: skip
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(loaded, OSDNConfig)
+    assert loaded.to_dict() == config.to_dict() | {"_name_or_path": loaded.name_or_path}
+    assert (loaded.head_k_dim, loaded.head_v_dim, loaded.intermediate_size) == (16, 16, 256)
+
+
+def test_there_are_twenty_presets():
+    assert len(PRESETS) == 20
+    nine = ["delta_net", "osdn", "osdn-apf", "gdn", "osgdn", "osgdn-apf", "kda", "oskda", "oskda-apf"]
+    names = [f"{name}-{size}" for size in ("340m", "tiny") for name in nine] + [
+        "delta_net-1.3b",
+        "osdn-apf-1.3b",
+    ]
+    assert sorted(PRESETS) == sorted(names)
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if "tiny" not in name])
+def test_presets_have_the_sizes_of_the_paper(preset):
+    config = OSDNConfig.from_preset(preset)
+    millions, state, scale = FAMILIES[preset.rsplit("-", 1)[1]][config.backbone]
+    with torch.device("meta"):
+        model = OSDNForCausalLM(config)
+    count = sum(p.numel() for p in model.parameters())
+    retention = (config.preconditioner or {}).get("retention") == "learned"
+    initial_scale = bool((config.preconditioner or {}).get("initial_scale"))
+    expected_extra = (
+        config.num_hidden_layers
+        * config.num_heads
+        * (retention * (config.hidden_size + 1) + initial_scale * config.head_k_dim)
+    )
+    assert round((count - expected_extra) / 1e6, 2) == millions
+    assert expected_extra < 0.003 * count
+    d = describe(preset)
+    assert (d.preset, d.parameters, d.preconditioner_parameters) == (preset, count, expected_extra)
+    assert d.state_mib == state
+    assert round(d.scale_mib, 3) == (scale if config.preconditioner is not None else 0)
+    assert d.paper_state_mib is not None
+    assert round(d.state_mib + d.scale_mib, 3) == pytest.approx(d.paper_state_mib, abs=1e-3)
+    assert {m.weight.dtype for m in model.modules() if hasattr(m, "weight")} == {torch.float32}
+
+
+def test_preset_preconditioners_are_those_of_the_paper():
+    for name in PRESETS:
+        variant = name.rsplit("-", 1)[0]
+        settings = OSDNConfig.from_preset(name).preconditioner
+        if variant in ("delta_net", "gdn", "kda"):
+            assert settings is None
+            continue
+        large = name == "osdn-apf-1.3b"
+        retention = {"osgdn-apf": "tied"}.get(variant, "learned" if variant.endswith("apf") else None)
+        assert settings == {
+            "eta": 0.003,
+            "bounds": [0.5, 2.0],
+            "retention": retention,
+            "initial_scale": "projected" if large else None,
+            "beta_aware": not large,
+        }
+
+
+def test_describe_counts_flops_from_the_shapes():
+    # One layer by hand: q, k, v, o, b and SwiGLU weights, three convolutions of 4, and the recurrence.
+    config = OSDNConfig(
+        hidden_size=32,
+        num_heads=2,
+        num_hidden_layers=1,
+        vocab_size=10,
+        intermediate_size=48,
+        preconditioner={},
+    )
+    weights = 4 * 32 * 32 + 2 * 32 + 3 * 32 * 48 + 3 * 32 * 4 + 10 * 32
+    assert describe(config).forward_flops == 2 * weights + 2 * (6 * 16 * 16 + 8 * 16)
+    assert describe(OSDNForCausalLM(config)) == describe(config)
+
+
+def test_describe_prints_a_table_with_the_papers_figures():
+    text = str(describe("osdn-apf-340m"))
+    assert "374,558,912" in text
+    assert "196,800, 0.053 % (the paper: at most 0.3 %)" in text
+    assert "0.047 MiB, 0.78 % (the paper: at most 0.05 %)" in text
+    assert "6.047 MiB (the paper: 6.047 MiB)" in text
+    assert "not a preset" in str(describe(OSDNConfig.from_preset("kda-tiny", num_hidden_layers=1)))

@@ -1,0 +1,169 @@
+"""However the tokens arrive, in one go, in pieces, padded, packed or one by one, the logits are the same."""
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
+
+from tests.models.variants import VARIANTS, make, tokens
+
+variants = pytest.mark.parametrize("variant", VARIANTS)
+precisions = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15)])
+LENGTHS = [7, 1, 12]
+
+
+def close(a, b, tolerance):
+    torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=tolerance)
+
+
+@variants
+@precisions
+@torch.no_grad()
+def test_pieces_and_decoding_match_one_forward(variant, dtype, tolerance):
+    model, ids = make(variant).to(dtype), tokens(2, 13)
+    expected = model(ids).logits
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=13)):
+        pieces = [model(piece, past_key_values=cache).logits for piece in ids.split([5, 1, 1, 2, 1, 3], 1)]
+        close(torch.cat(pieces, 1), expected, tolerance)
+        assert cache.get_seq_length() == 13
+
+
+@variants
+@precisions
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_a_padded_batch_is_each_sequence_alone(variant, dtype, tolerance, side):
+    model, width = make(variant).to(dtype), max(LENGTHS)
+    ids = [tokens(1, n, seed=n) for n in LENGTHS]
+    padding = [width - n for n in LENGTHS]
+    batch = torch.stack([pad(x[0], p, side, 2) for x, p in zip(ids, padding)])
+    mask = torch.stack([pad(torch.ones_like(x[0]), p, side, 0) for x, p in zip(ids, padding)])
+    outputs = model(batch, attention_mask=mask, use_cache=True, output_hidden_states=True)
+    assert [h.shape for h in outputs.hidden_states] == [(3, width, 30)] * 3
+    following = tokens(3, 2, seed=9)
+    cached = model(
+        following,
+        attention_mask=torch.cat([mask, mask.new_ones(3, 2)], 1),
+        past_key_values=outputs.past_key_values,
+    ).logits
+    for i, x in enumerate(ids):
+        close(outputs.logits[i, mask[i] == 1], model(x).logits[0], tolerance)
+        alone = model(torch.cat([x, following[i : i + 1]], 1)).logits[0, -2:]
+        close(cached[i], alone, tolerance)
+
+
+def pad(x, amount, side, value):
+    return torch.nn.functional.pad(x, (amount, 0) if side == "left" else (0, amount), value=value)
+
+
+@variants
+@torch.no_grad()
+def test_left_padding_may_fill_whole_pieces(variant):
+    model, ids = make(variant), tokens(2, 10)
+    mask = torch.ones(2, 10)
+    mask[1, :7] = 0
+    cache = DynamicCache(config=model.config)
+    pieces = [
+        model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits
+        for a, b in [(0, 3), (3, 5), (5, 9), (9, 10)]
+    ]
+    logits = torch.cat(pieces, 1)
+    close(logits[0], model(ids[:1]).logits[0], 1e-4)
+    close(logits[1, 7:], model(ids[1:, 7:]).logits[0], 1e-4)
+
+
+@variants
+@precisions
+@torch.no_grad()
+def test_a_packed_row_is_each_sequence_alone(variant, dtype, tolerance):
+    model = make(variant).to(dtype)
+    ids = [tokens(1, n, seed=n) for n in LENGTHS]
+    expected = torch.cat([model(x).logits for x in ids], 1)
+    row, cuts = torch.cat(ids, 1), torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    close(model(row, cu_seqlens=cuts).logits, expected, tolerance)
+    close(model(row, cu_seq_lens_q=cuts, cu_seq_lens_k=cuts, max_length_q=12).logits, expected, tolerance)
+    close(model(row, position_ids=positions).logits, expected, tolerance)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"return_flash_attn_kwargs": True, "return_position_ids": False}])
+@torch.no_grad()
+def test_the_padding_free_collator_of_transformers_packs(kwargs):
+    model = make("osgdn-apf")
+    features = [{"input_ids": tokens(n, seed=n).tolist()} for n in LENGTHS]
+    batch = DataCollatorWithFlattening(**kwargs)(features)
+    ids = [torch.tensor([f["input_ids"]]) for f in features]
+    losses = [model(x, labels=x, num_items_in_batch=1).loss for x in ids if x.shape[1] > 1]
+    packed = model(**batch)
+    close(packed.logits, torch.cat([model(x).logits for x in ids], 1), 1e-4)
+    close(packed.loss, sum(losses) / (sum(LENGTHS) - len(LENGTHS)), 1e-4)
+
+
+@torch.no_grad()
+def test_positions_may_restart_in_every_row_of_a_batch():
+    model, ids = make("osdn-apf"), tokens(2, 8)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]])
+    logits = model(ids, position_ids=positions).logits
+    for row, cut in enumerate((3, 6)):
+        parts = [model(ids[row : row + 1, :cut]).logits, model(ids[row : row + 1, cut:]).logits]
+        close(logits[row], torch.cat(parts, 1)[0], 1e-4)
+
+
+@torch.no_grad()
+def test_embeddings_may_take_the_place_of_tokens():
+    model, ids = make("oskda-apf"), tokens(2, 6)
+    assert torch.equal(model(inputs_embeds=model.model.embeddings(ids)).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_a_reset_cache_starts_anew():
+    model, ids = make("osdn, D0"), tokens(2, 6)
+    cache = DynamicCache(config=model.config)
+    first = model(ids, past_key_values=cache).logits
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(model(ids, past_key_values=cache).logits, first)
+
+
+@pytest.mark.parametrize(("baseline", "variant"), [("delta_net", "osdn"), ("gdn", "osgdn"), ("kda", "oskda")])
+@pytest.mark.parametrize("backend", ["auto", "chunkwise", "reference"])
+def test_without_a_step_online_scaling_is_its_baseline_bit_for_bit(baseline, variant, backend):
+    ids = tokens(2, 70)
+    plain = make(baseline, backend=backend)
+    scaled = make(variant, backend=backend, preconditioner={"eta": 0.0})
+    scaled.load_state_dict(plain.state_dict())
+    assert torch.equal(scaled(ids).logits, plain(ids).logits)
+    step, token = tokens(2, 69), tokens(2, 1)
+    caches = [model(step).past_key_values for model in (plain, scaled)]
+    logits = [model(token, past_key_values=cache).logits for model, cache in zip((plain, scaled), caches)]
+    assert torch.equal(*logits)
+
+
+@variants
+def test_backends_agree_and_gradients_reach_every_parameter(variant):
+    ids, gradients = tokens(2, 20), {}
+    for backend in ("reference", "chunkwise", "auto"):
+        model = make(variant, backend=backend).train()
+        model(ids, labels=ids).loss.backward()
+        gradients[backend] = {name: p.grad for name, p in model.named_parameters()}
+    for name, expected in gradients["reference"].items():
+        assert expected.abs().max() > 0, name
+        for backend in ("chunkwise", "auto"):
+            error = (gradients[backend][name] - expected).norm() / expected.norm()
+            assert error < 1e-4, (name, backend)
+
+
+@torch.no_grad()
+def test_inputs_that_cannot_be_are_refused_with_the_reason():
+    model, ids = make("osdn"), tokens(2, 5)
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 3\]"):
+        model(ids, attention_mask=torch.ones(2, 3))
+    with pytest.raises(ValueError, match="so B must be 1; it is 2"):
+        model(ids, cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="must end at the number of tokens, 5"):
+        model(ids[:1], cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match="a packed row cannot be cached"):
+        model(ids[:1], cu_seqlens=torch.tensor([0, 2, 5]), use_cache=True)
+    with pytest.raises(ValueError, match=r"pass DynamicCache\(config=model.config\)"):
+        model(ids, past_key_values=DynamicCache())

@@ -1,0 +1,57 @@
+"""The nine variants and the ablations, small, odd in shape, and far from their first values."""
+
+import torch
+
+from osdn import OSDNConfig, OSDNForCausalLM
+from osdn.models.presets import VARIANTS as NINE
+
+STRONG = 0.5  # a step size with which the scale leaves one within a few tokens
+VARIANTS = {name: (backbone, settings, {}) for name, (backbone, settings) in NINE.items()}
+VARIANTS |= {
+    "osdn, constant retention": ("delta_net", {"retention": 0.9}, {}),
+    "osdn, D0": ("delta_net", {"initial_scale": "projected"}, {}),
+    "osdn, free D0": ("delta_net", {"initial_scale": "free"}, {}),
+    "osdn, blind to beta": ("delta_net", {"beta_aware": False, "retention": "learned"}, {}),
+    "osdn, unbounded": ("delta_net", {"bounds": None}, {}),
+    "osgdn, learned retention": ("gated_delta_net", {"retention": "learned"}, {}),
+    "osgdn-apf, grouped values": ("gated_delta_net", {"retention": "tied"}, {"num_v_heads": 6}),
+    "oskda, retention a channel": ("kda", {"retention": "learned_per_channel"}, {}),
+    "oskda, tied retention": ("kda", {"retention": "tied"}, {}),
+}
+
+
+def make_config(variant: str, **overrides) -> OSDNConfig:
+    backbone, settings, shape = VARIANTS[variant]
+    if settings is not None:
+        settings = {"eta": STRONG} | settings
+    sizes = {
+        "hidden_size": 30,
+        "num_heads": 3,
+        "num_hidden_layers": 2,
+        "vocab_size": 61,
+        "intermediate_size": 40,
+    }
+    if backbone != "delta_net":
+        sizes |= {"head_k_dim": 6, "head_v_dim": 11}
+    return OSDNConfig(**({"backbone": backbone, "preconditioner": settings} | sizes | shape | overrides))
+
+
+def make(variant: str, seed: int = 0, **overrides) -> OSDNForCausalLM:
+    """A model in evaluation mode whose layers all matter to its logits."""
+    return scatter(OSDNForCausalLM(make_config(variant, **overrides)), seed).eval()
+
+
+@torch.no_grad()
+def scatter(model, seed: int = 0):
+    """Draw every parameter at a size that matters, whatever it started with."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        fan_in = p.shape[-1] if p.ndim > 1 and "embeddings" not in name else 1
+        draw = torch.randn(p.shape, generator=generator) * fan_in**-0.5
+        offset = {"norm.weight": 1.0, "retention.bias": 2.0, "dt_bias": -2.0}
+        p.copy_(draw * (0.3 if p.ndim == 1 else 1.0) + sum(v for k, v in offset.items() if name.endswith(k)))
+    return model
+
+
+def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 61, shape, generator=torch.Generator().manual_seed(seed))

@@ -4,7 +4,6 @@ Only shapes, dtypes, devices and plain numbers are looked at here, so that `torc
 the values in `cu_seqlens` are checked by `boundaries` when a backend runs.
 """
 
-import math
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
 class Scaling(NamedTuple):
@@ -23,10 +23,17 @@ class Scaling(NamedTuple):
     eps: float
 
 
-def tensor(name: str, x: Any, shape: tuple[int, ...], layout: str, device: torch.device) -> None:
-    """`x` is a floating tensor of this shape on this device; `layout` is the shape in words."""
+def dense(name: str, x: Any, layout: str) -> None:
+    """`x` is a tensor with one stride a dimension; `layout` is the shape it should have, in words."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(x).__name__}")
+    if x.layout != torch.strided or x.is_nested:
+        raise ValueError(f"{name} is a sparse or nested tensor; it must be a dense one of shape {layout}")
+
+
+def tensor(name: str, x: Any, shape: tuple[int, ...], layout: str, device: torch.device) -> None:
+    """`x` is a floating tensor of this shape on this device."""
+    dense(name, x, layout)
     if x.shape != shape:
         raise ValueError(f"{name} has shape {list(x.shape)}; it must be {layout} = {list(shape)}")
     if x.dtype not in FLOATS:
@@ -37,8 +44,7 @@ def tensor(name: str, x: Any, shape: tuple[int, ...], layout: str, device: torch
 
 def keys(k: Any) -> tuple[int, int, int, int]:
     """The sizes (B, T, H, K) of the keys, from which every other shape follows."""
-    if not isinstance(k, Tensor):
-        raise TypeError(f"k must be a torch.Tensor of shape [B, T, H, K], got {type(k).__name__}")
+    dense("k", k, "[B, T, H, K]")
     if k.ndim != 4:
         raise ValueError(f"k has {k.ndim} dimensions, shape {list(k.shape)}; it must be [B, T, H, K]")
     B, T, H, K = k.shape
@@ -50,8 +56,7 @@ def keys(k: Any) -> tuple[int, int, int, int]:
 
 def value_heads(name: str, x: Any, ndim: int, layout: str, H: int) -> int:
     """HV, the number of value heads, read off the third dimension of `x`."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(x).__name__}")
+    dense(name, x, layout)
     if x.ndim != ndim:
         raise ValueError(f"{name} has {x.ndim} dimensions, shape {list(x.shape)}; it must be {layout}")
     HV = x.shape[2]
@@ -66,26 +71,30 @@ def same_dtype(**tensors: Tensor) -> None:
         raise ValueError(f"{', '.join(tensors)} must share one dtype; {got}")
 
 
-def number(name: str, x: Any, least: float = 0.0) -> float:
-    if type(x) is float and least <= x < math.inf and x > -math.inf:
+def number(name: str, x: Any, least: float = -LARGEST) -> float:
+    """`x` as a float that float32 can hold, whatever dtype will meet it."""
+    if type(x) is float and least <= x <= LARGEST:
         return x
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    if not (math.isfinite(x) and x >= least):
-        raise ValueError(f"{name} is {x}; it must be finite and at least {least:g}")
+    if not least <= x <= LARGEST:
+        raise ValueError(f"{name} is {x}; it must be between {least:g} and {LARGEST:g}")
     return float(x)
 
 
+def flag(name: str, x: Any) -> None:
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} must be True or False, got {x!r}")
+
+
 def scaling(eta: Any, bounds: Any, beta_aware: Any, eps: Any) -> Scaling:
-    if not isinstance(beta_aware, bool):
-        raise TypeError(f"beta_aware must be True or False, got {beta_aware!r}")
-    eta, eps = number("eta", eta), number("eps", eps)
-    if eps == 0:
-        raise ValueError("eps is 0; it must be positive, a key of zeros is divided by it")
+    flag("beta_aware", beta_aware)
+    eta = number("eta", eta, 0)
+    eps = number("eps", eps, SMALLEST)  # a key of zeros is divided by it
     if bounds is not None:
         if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
             raise ValueError(f"bounds is {bounds!r}; it must be None or a pair (low, high)")
-        low, high = (number("bounds", x, -math.inf) for x in bounds)
+        low, high = (number("bounds", x) for x in bounds)
         if low > high:
             raise ValueError(f"bounds is {bounds!r}; the lower bound must not exceed the upper one")
         bounds = (low, high)
@@ -96,8 +105,7 @@ def sequence_count(cu_seqlens: Any, B: int) -> int:
     """N: the batch size, or the number of sequences packed into one row."""
     if cu_seqlens is None:
         return B
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens must be a torch.Tensor of integers, got {type(cu_seqlens).__name__}")
+    dense("cu_seqlens", cu_seqlens, "[N + 1]")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}; it must be [N + 1] with N >= 1")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -109,6 +117,8 @@ def sequence_count(cu_seqlens: Any, B: int) -> int:
 
 def boundaries(cu_seqlens: Tensor, T: int) -> list[int]:
     """The values of `cu_seqlens`, checked: from 0 to T, never decreasing."""
+    if cu_seqlens.is_meta:
+        raise ValueError("cu_seqlens is on the meta device; it must be where its values can be read")
     cuts: list[int] = cu_seqlens.tolist()
     if cuts[0] != 0:
         raise ValueError(f"cu_seqlens starts at {cuts[0]}; it must start at 0")

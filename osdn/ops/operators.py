@@ -112,6 +112,7 @@ def delta_rule(
         float64 inputs) or None.
     """
     B, T, HV, K, _ = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
+    checks.flag("output_final_state", output_final_state)
     if write_keys is not None:
         checks.tensor("write_keys", write_keys, (B, T, HV, K), "[B, T, HV, K]", k.device)
     dtype = _compute_dtype(k)
@@ -159,6 +160,7 @@ def online_scaled_delta_rule(
     (torch.Size([2, 5, 4, 8]), torch.Size([2, 4, 8, 8]), torch.Size([2, 4, 8]))
     """
     B, T, HV, K, N = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
+    checks.flag("output_final_state", output_final_state)
     settings = checks.scaling(eta, bounds, beta_aware, eps)
     module = _select(backend, k.device)
 
@@ -207,7 +209,7 @@ def _compute_dtype(k: Tensor) -> torch.dtype:
 
 
 def _output_scale(scale: Any, K: int) -> float:
-    return K**-0.5 if scale is None else checks.number("scale", scale, -float("inf"))
+    return K**-0.5 if scale is None else checks.number("scale", scale)
 
 
 def _check_delta_rule(
@@ -240,7 +242,7 @@ def _retention(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torc
     if x is None:
         return 1.0
     if isinstance(x, (int, float)):
-        return checks.number("retention", x)
+        return checks.number("retention", x, 0)
     _per_head_or_channel("retention", x, shape, device)
     return _cast(x, dtype)
 

@@ -110,19 +110,17 @@ def test_expanded_inputs_get_summed_gradients(backend):
 
 
 @every_backend
-def test_gradients_of_outputs_that_are_strided_or_unused(backend):
+@pytest.mark.parametrize("used", [0, 1, 2], ids=["o", "final_state", "final_scale"])
+def test_one_output_alone_can_be_differentiated(backend, used):
+    """Its gradient is one number expanded, and the other outputs have none."""
     t, options = problem().arguments(online_scaled_delta_rule)
     leaves = fresh(t)
+    alone = gradients(online_scaled_delta_rule(**leaves, **options, backend=backend)[used].sum(), leaves)
     outputs = online_scaled_delta_rule(**leaves, **options, backend=backend)
-    for i, x in enumerate(outputs):
-        alone = gradients(x.sum(), leaves) if i == 2 else None
-        del alone
-    o, state, scale = online_scaled_delta_rule(**leaves, **options, backend=backend)
-    expanded = gradients(o.sum(), leaves)  # the gradient of a sum is one number, expanded
-    o, state, scale = online_scaled_delta_rule(**leaves, **options, backend=backend)
-    dense = gradients((o * torch.ones_like(o)).sum() + 0 * state.sum() + 0 * scale.sum(), leaves)
-    for name, want in dense.items():
-        torch.testing.assert_close(expanded[name], want)
+    weights = [torch.full_like(x, float(i == used)) for i, x in enumerate(outputs)]
+    among_all = torch.stack([(x * weight).sum() for x, weight in zip(outputs, weights)]).sum()
+    for name, want in gradients(among_all, leaves).items():
+        torch.testing.assert_close(alone[name], want)
 
 
 @every_backend

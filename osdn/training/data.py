@@ -1,0 +1,181 @@
+"""Where text comes from and how it becomes tokens.
+
+A source is a name: `stdlib` (the running Python's own sources, always there), a file, a directory, or a data
+set of the Hugging Face hub.  Each becomes a `datasets` data set of documents, and tokenising it is a `map`
+that `datasets` runs in parallel, with progress, once: the result is cached under a fingerprint of the text
+and of the tokenizer.
+"""
+
+import os
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset, load_dataset
+from datasets.fingerprint import Hasher
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+END_OF_TEXT = "<|endoftext|>"
+FORMATS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".json": "json",
+    ".txt": "text",
+    ".py": "text",
+    ".md": "text",
+}
+VALIDATION_SHARE = 20  # one file of the standard library in so many is held out
+
+
+def stdlib_documents(split: str = "train") -> Iterator[str]:
+    """The standard library's source files in a fixed order; split is "train" or "validation".
+
+    A file's path decides its side, so that no version of Python moves a file from one to the other.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f'split is {split!r}; stdlib has "train" and "validation"')
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        held_out = zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
+        if held_out == (split == "validation") and "-packages" not in name:
+            try:
+                yield path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:  # a few tests of the tokenizer are in other encodings
+                continue
+
+
+def load_source(
+    source: str,
+    *,
+    name: str | None = None,
+    split: str = "train",
+    text_column: str = "text",
+    streaming: bool = False,
+) -> Dataset | IterableDataset:
+    """The documents of a source as a data set with a column "text".
+
+    Args:
+        source: "stdlib", a file or directory of parquet, jsonl or text files (a text file is one document), or
+            the name of a data set on the hub.
+        name: which configuration of a hub data set, say "sample-10BT".
+        split: as in `datasets.load_dataset`, slices included.
+        text_column: the column that holds the text.
+        streaming: read as needed rather than convert all of it first.
+    """
+    path = Path(source).expanduser()
+    if source == "stdlib":
+        # The version is part of the cache's key: another Python has other sources.
+        arguments = {"split": split, "version": sys.version}
+        data = Dataset.from_generator(_stdlib_rows, gen_kwargs=arguments)
+        data = data.to_iterable_dataset(num_shards=16) if streaming else data
+    elif path.exists():
+        kind, files = _local_files(path)
+        options = {"sample_by": "document"} if kind == "text" else {}
+        data = load_dataset(kind, data_files=files, split=split, streaming=streaming, **options)
+    elif path.suffix in FORMATS or source.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"data.source is {source}, and there is no such file or directory")
+    else:
+        try:
+            data = load_dataset(source, name, split=split, streaming=streaming)
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"data.source is {source}: not a file or directory here, and the hub could not be reached ({error})"
+            ) from error
+    if data.column_names is not None and text_column not in data.column_names:
+        raise ValueError(
+            f"data.text_column is {text_column!r}; {source} has the columns {', '.join(data.column_names)}"
+        )
+    data = data.select_columns([text_column])
+    return data if text_column == "text" else data.rename_column(text_column, "text")
+
+
+def tokenize(
+    data: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase
+) -> Dataset | IterableDataset:
+    """Replace "text" by "input_ids": the tokens of a document, closed by the end-of-text token."""
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+        ids = tokenizer(batch["text"], return_attention_mask=False)["input_ids"]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        return {"input_ids": [np.array(x + end if x[-1:] != end else x, np.int32) for x in ids]}
+
+    if isinstance(data, IterableDataset):
+        return data.map(encode, batched=True, remove_columns=["text"])
+    if len(data) == 0:
+        raise ValueError("the data set has no documents")
+    # A tokenizer's own hash changes with its first use; its file does not.
+    state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
+    return data.map(
+        encode,
+        batched=True,
+        remove_columns=["text"],
+        batch_size=100,
+        num_proc=min(os.cpu_count() or 1, len(data) // 100) or None,
+        new_fingerprint=Hasher.hash((data._fingerprint, state, tokenizer.eos_token_id)),
+        desc="tokenising",
+    )
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """A tokenizer by name or path; "bytes" is one token a byte, and an end-of-text token."""
+    if name == "bytes":
+        vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
+        return _wrap(Tokenizer(models.BPE(vocabulary, [])))
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
+        raise FileNotFoundError(f"data.tokenizer is {name}, and there is no such directory")
+    try:
+        return AutoTokenizer.from_pretrained(Path(name).expanduser() if name.startswith("~") else name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"data.tokenizer is {name}, which could not be loaded: {error}\n"
+            f'It must be "bytes", a directory with a tokenizer, or a name on the Hugging Face hub.'
+        ) from error
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level byte-pair vocabulary of `vocab_size` tokens, all 256 bytes and end-of-text among them."""
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size is {vocab_size}; 256 bytes and the end-of-text token need at least 257")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _wrap(tokenizer)
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def _stdlib_rows(split: str, version: str) -> Iterator[dict[str, str]]:
+    for text in stdlib_documents(split):
+        yield {"text": text}
+
+
+def _local_files(path: Path) -> tuple[str, list[str]]:
+    """The files at `path` in a fixed order, and the one format they share."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in FORMATS)
+    kinds = {FORMATS.get(file.suffix, file.suffix) for file in files}
+    if not files or not kinds <= set(FORMATS.values()):
+        raise ValueError(f"{path} holds no files that end in {', '.join(FORMATS)}")
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{path} holds files of several formats, {', '.join(sorted(kinds))}; name one of them"
+        )
+    return kinds.pop(), [str(file) for file in files]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osdn.layers.convolution import ShortConvolution
-from osdn.layers.precision import l2_normalize, widen
+from osdn.layers.precision import RMSNorm, l2_normalize, widen
 from osdn.layers.preconditioner import Preconditioner, PreconditionerConfig
 from osdn.ops import checks, delta_rule, online_scaled_delta_rule
 
@@ -72,7 +72,7 @@ class TokenMixer(nn.Module):
         self.q_conv1d = ShortConvolution(key_dim, conv_size)
         self.k_conv1d = ShortConvolution(key_dim, conv_size)
         self.v_conv1d = ShortConvolution(value_dim, conv_size)
-        self.o_norm = nn.RMSNorm(head_v_dim, eps=norm_eps)
+        self.o_norm = RMSNorm(head_v_dim, eps=norm_eps)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
         self.preconditioner = None
         if preconditioner is not None:

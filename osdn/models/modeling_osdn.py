@@ -20,6 +20,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
 from osdn.layers.mixers import DecayingMixer
+from osdn.layers.precision import RMSNorm
 from osdn.layers.preconditioner import Preconditioner, Retention
 from osdn.models.cache import check_cache
 from osdn.models.configuration_osdn import MIXERS, OSDNConfig
@@ -46,9 +47,9 @@ class OSDNBlock(GradientCheckpointingLayer):
     def __init__(self, config: OSDNConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attn = MIXERS[config.backbone](**config.mixer)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = OSDNMLP(config)
 
     def forward(
@@ -92,7 +93,7 @@ class OSDNModel(OSDNPreTrainedModel):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(OSDNBlock(config, i) for i in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -205,7 +206,6 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         skip_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """The arguments of `OSDNModel.forward` (`cu_seqlens` among them), and:
@@ -215,7 +215,7 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
             logits_to_keep: which logits to return: 0 for all, n for the last n, or positions.
             skip_logits: whether to return none; None skips them when training with labels.
             num_items_in_batch: divide the summed loss by this instead of by the number of counted labels.
-            shift_labels: labels that are shifted already, in place of `labels`.
+            kwargs: also `shift_labels`, labels that are shifted already, in place of `labels`.
         """
         logits_to_keep = kwargs.pop("num_logits_to_keep", logits_to_keep)  # its name until transformers 4.45
         outputs = self.model(
@@ -230,6 +230,9 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
         )
         hidden_states = outputs.last_hidden_state
         loss = logits = None
+        shift_labels = kwargs.get(
+            "shift_labels"
+        )  # no argument of its own: `Trainer` would ask every batch for it
         if labels is not None and shift_labels is None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         if shift_labels is not None:

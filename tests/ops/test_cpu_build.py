@@ -36,18 +36,22 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 @pytest.mark.skipif("cpu" not in available_backends(), reason="needs a C++ compiler")
-def test_processes_that_compile_at_once_share_one_cache_and_later_ones_compile_nothing(
-    tmp_path: Path,
-) -> None:
-    first = [start(XDG_CACHE_HOME=str(tmp_path), OSDN_CXXFLAGS="-O0") for _ in range(2)]
-    for out, err in map(finish, first):
+def test_the_cache_is_shared_kept_and_its_damage_reported(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "OSDN_CXXFLAGS": "-O0"}
+    for out, err in map(finish, [start(**environment) for _ in range(2)]):  # both compile, at once
         assert out.startswith("cpu 0")
         assert "compiling the float CPU kernels" in err
     (library,) = (tmp_path / "osdn").iterdir()
     assert library.suffix == ".so"
-    out, err = finish(start(XDG_CACHE_HOME=str(tmp_path), OSDN_CXXFLAGS="-O0"))
+
+    out, err = finish(start(**environment))
     assert out.startswith("cpu 0")
     assert "compiling" not in err
+
+    library.write_bytes(b"not a library")
+    out, _ = finish(start(**environment))
+    assert out.startswith("chunkwise 1 ")
+    assert str(library) in out
 
 
 @pytest.mark.parametrize(
@@ -67,12 +71,3 @@ def test_without_kernels_there_is_one_warning_and_chunkwise(
     out, _ = finish(start(**environment))
     assert out.startswith("chunkwise 1 ")
     assert reason in out
-
-
-def test_a_damaged_library_is_reported_with_its_path(tmp_path: Path) -> None:
-    finish(start(XDG_CACHE_HOME=str(tmp_path), OSDN_CXXFLAGS="-O0"))
-    (library,) = (tmp_path / "osdn").iterdir()
-    library.write_bytes(b"not a library")
-    out, _ = finish(start(XDG_CACHE_HOME=str(tmp_path), OSDN_CXXFLAGS="-O0"))
-    assert out.startswith("chunkwise 1 ")
-    assert str(library) in out

@@ -22,8 +22,8 @@ from osdn.analysis.theory.runs import Problem
 from osdn.layers import TokenMixer
 from osdn.layers.precision import l2_normalize
 
-# What layers of `transformers` (Qwen3-Next, Qwen3.5, Kimi Linear, ...) call their recurrence.  All take (query,
-# key, value, g, beta, initial_state, use_qk_l2norm_in_kernel) and return the outputs first.
+# What layers of `transformers` (Qwen3-Next, Qwen3.5, Kimi Linear, ...) call their recurrence.  All take
+# (query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel) and return the outputs first.
 RECURRENCES = (
     "torch_chunk_gated_delta_rule",
     "torch_recurrent_gated_delta_rule",
@@ -82,12 +82,12 @@ def capturing(model: nn.Module, receive: Callable[[LayerCapture], None]) -> Iter
 
     with ExitStack() as stack:
         functions = {f for module in layers.values() for f in _functions(module)}
-        for module_name, name in functions:
-            module = sys.modules[module_name]
-            stack.enter_context(patch.object(module, name, partial(record, getattr(module, name))))
-        for i, (name, module) in enumerate(layers.items()):
-            stack.callback(module.register_forward_pre_hook(partial(enter, (i, name))).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        for source, name in functions:
+            original = getattr(sys.modules[source], name)
+            stack.enter_context(patch.object(sys.modules[source], name, partial(record, original)))
+        for i, (name, layer) in enumerate(layers.items()):
+            stack.callback(layer.register_forward_pre_hook(partial(enter, (i, name))).remove)
+            stack.callback(layer.register_forward_hook(leave, always_call=True).remove)
         yield
 
 

@@ -52,8 +52,8 @@ class Check:
         if self.relation == "=":
             return f"±{self.errors.max():.0e}"
         slack = self.right - self.left
-        return " to ".join(
-            f"×{x:.3g}" if x < 1000 else f"×{x:.0e}" for x in (slack.min().exp(), slack.max().exp())
+        return "×" + "–".join(
+            f"{x:.3g}" if x < 1000 else f"{x:.0e}" for x in (slack.min().exp(), slack.max().exp())
         )
 
     @property

@@ -182,7 +182,8 @@ def feedback_violations(p: Problem) -> list[Violation]:
 
 
 def bound_violations(p: Problem, generator: torch.Generator) -> list[Violation]:
-    newton = newton_problem(generator, B=8, T=2048, backend=p.backend)
+    far = 1.9 * p.start
+    newton = newton_problem(generator, d_star=far, B=8, T=2048, backend=p.backend)
     textbook = newton.with_(eta=tok.textbook_eta(newton))
     weak = random_problem(generator, B=8, T=2048, beta=(0.02, 0.4), backend=p.backend)
     axis = F.one_hot(torch.zeros(p.length, dtype=torch.long), p.k.shape[-1]).to(p.k)[:, None].expand_as(p.k)
@@ -192,7 +193,7 @@ def bound_violations(p: Problem, generator: torch.Generator) -> list[Violation]:
         Violation(tok.UNIT, tok.token_local_bound(p.with_(k=2 * p.k))),
         Violation(tok.REGRET, tok.token_local_bound(p, regret=half)),
         Violation(tok.COMPARATOR, tok.token_local_bound(p, d=3 * p.start), needed=False),
-        Violation(tok.RETENTION, tok.online_regret(newton.with_(retention=0.9))),
+        Violation(tok.RETENTION, tok.online_regret(newton.with_(retention=0.9, eta=0.03))),
         Violation(tok.BETA_AWARE, tok.online_regret(newton.with_(beta_aware=False, eta=0.03))),
         Violation(tok.TEXTBOOK, tok.textbook_regret(newton.with_(eta=1e-5))),
         Violation(tok.START, tok.textbook_regret(textbook.with_(initial_scale=50 * newton.start))),

@@ -1,0 +1,84 @@
+"""The statements along the keys and gates of models: the nine variants, trained a little on real text."""
+
+from pydoc_data import topics
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from osdn import PRESETS, OSDNConfig, OSDNForCausalLM
+from osdn.analysis.theory.models import model_statements, problems_of, statements_of
+
+TINY = [name for name in PRESETS if name.endswith("-tiny")]
+
+
+def bytes_of_text() -> torch.Tensor:
+    return torch.tensor(list(" ".join(" ".join(topics.topics.values()).split()).encode()))
+
+
+def train(name: str, steps: int) -> OSDNForCausalLM:
+    torch.manual_seed(0)
+    config = OSDNConfig.from_preset(name)
+    config.vocab_size = 256
+    model, text = OSDNForCausalLM(config), bytes_of_text()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        ids = torch.stack([text[i : i + 48] for i in torch.randint(len(text) - 48, (4,)).tolist()])
+        optimiser.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimiser.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["osdn-tiny", "osgdn-apf-tiny", "oskda-tiny"])
+def test_statements_hold_on_a_trained_models_own_keys(name):
+    model = train(name, steps=8)
+    problems = problems_of(model, input_ids=bytes_of_text()[None, :64])
+    assert len(problems) == model.config.num_hidden_layers
+    for check in model_statements(problems):
+        assert check.passed, (check.statement, check.verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_statements_hold_on_every_variants_keys_after_more_training(name):
+    model = train(name, steps=60)
+    for check in model_statements(problems_of(model, input_ids=bytes_of_text()[:512].view(4, 128))):
+        assert check.passed, (check.statement, check.verdict)
+
+
+def test_recorded_problems_are_what_the_model_computes_with():
+    model = train("osdn-tiny", steps=1)
+    seen = {}
+    layer = model.model.layers[0].attn
+    handle = layer.o_norm.register_forward_pre_hook(lambda module, args: seen.setdefault("o", args[0]))
+    ids = bytes_of_text()[None, :20]
+    (p, *_) = problems_of(model, input_ids=ids)
+    handle.remove()
+    # the values the layer's own projections make
+    x = model.model.layers[0].attn_norm(model.model.embeddings(ids))
+    v, _ = layer.v_conv1d(layer.v_proj(x), None, None, False)
+    torch.testing.assert_close(p.v.float(), v.unflatten(-1, p.v.shape[2:]))
+    torch.testing.assert_close(p.beta.float(), layer.b_proj(x).sigmoid())
+    torch.testing.assert_close(p.n, torch.ones_like(p.n))
+    assert seen["o"].shape == p.v.shape
+
+
+def test_a_saved_model_is_checked_on_text(tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    train("osdn-tiny", steps=2).save_pretrained(tmp_path)
+    checks = statements_of(tmp_path, sequences=2, length=32)
+    assert [c.verdict for c in checks] == ["holds"] * 5
+
+
+def test_packed_sequences_are_refused():
+    from osdn.analysis.theory.models import _problem
+
+    k = torch.randn(1, 4, 1, 3)
+    with pytest.raises(ValueError, match="packed"):
+        _problem(k, k, k[..., 0], {"cu_seqlens": torch.tensor([0, 2, 4])})

@@ -1,11 +1,14 @@
 """The command `osdn`: thin layers over the package, one function a command."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 app = typer.Typer(help="Online Scaled DeltaNet.", no_args_is_help=True, add_completion=False)
@@ -69,9 +72,88 @@ def zoo(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for column, justify in (("name", "left"), ("row", "left"), ("state", "left"), ("numbers", "right")):
+    for column, justify in (("name", "left"), ("row", "left"), ("state", "left"), ("size", "right")):
         table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in RECURRENCES.values():
         size = f"{row.state_size(key_dim, value_dim, slots):,}"
         table.add_row(row.name, row.title, row.state_formula, size)
     console.print(table)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What the user can mend is told in a sentence, without a traceback."""
+    from osdn.training.trainer import TrainingError
+
+    try:
+        yield
+    except (OSError, ValueError, TrainingError) as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="A YAML file, such as configs/tiny/osdn.yaml.")],
+    replace: Annotated[
+        list[str] | None, typer.Argument(help="Values to replace, such as training.steps=100.")
+    ] = None,
+) -> None:
+    """Train a model as a config says; started again, it continues."""
+    from osdn.training.settings import load_settings
+    from osdn.training.trainer import train as run
+
+    with _plain_errors():
+        console.print(f"{run(load_settings(config, replace or []))} is ready for from_pretrained")
+
+
+@app.command()
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run, sharded or not.")],
+    output: Annotated[Path, typer.Argument(help="The directory to write.")],
+) -> None:
+    """Turn a training checkpoint into a directory for from_pretrained."""
+    from osdn.training.checkpoints import convert as run
+
+    with _plain_errors():
+        console.print(f"{run(checkpoint, output)} is ready for from_pretrained")
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs.")],
+    output: Annotated[Path, typer.Option(help="The figure: PNG, SVG or PDF.")] = Path("runs/loss.png"),
+) -> None:
+    """Draw the loss curves of runs."""
+    from osdn.training.plot import plot_losses
+
+    with _plain_errors():
+        console.print(str(plot_losses(runs, output)))
+
+
+tokenizer_app = typer.Typer(help="Vocabularies.", no_args_is_help=True)
+app.add_typer(tokenizer_app, name="tokenizer")
+
+
+@tokenizer_app.callback()
+def tokenizer_main() -> None:
+    """Vocabularies."""
+
+
+@tokenizer_app.command("train")
+def tokenizer_train(
+    source: Annotated[str, typer.Argument(help="stdlib, a file, a directory or a data set of the hub.")],
+    output: Annotated[Path, typer.Argument(help="The directory to write.")],
+    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32_000,
+    name: Annotated[str | None, typer.Option(help="Configuration of a data set of the hub.")] = None,
+    split: Annotated[str, typer.Option(help="Which part of the source.")] = "train",
+    text_column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
+) -> None:
+    """Train a byte-pair vocabulary on a source."""
+    from osdn.training.data import load_source, train_tokenizer
+
+    with _plain_errors():
+        data = load_source(source, name=name, split=split, text_column=text_column, streaming=True)
+        tokenizer = train_tokenizer((row["text"] for row in data), vocab_size)
+        tokenizer.save_pretrained(output)
+        console.print(f"{output} has {len(tokenizer):,} tokens")

@@ -62,8 +62,8 @@ def load_source(
     """The documents of a source as a data set with a column "text".
 
     Args:
-        source: "stdlib", a file or directory of parquet, jsonl or text files (a text file is one document), or
-            the name of a data set on the hub.
+        source: "stdlib", a file or directory of parquet, jsonl or text files (a text file is one document),
+            or the name of a data set on the hub.
         name: which configuration of a hub data set, say "sample-10BT".
         split: as in `datasets.load_dataset`, slices included.
         text_column: the column that holds the text.
@@ -86,7 +86,8 @@ def load_source(
             data = load_dataset(source, name, split=split, streaming=streaming)
         except ConnectionError as error:
             raise ConnectionError(
-                f"data.source is {source}: not a file or directory here, and the hub could not be reached ({error})"
+                f"data.source is {source}: there is no such file or directory, and the hub cannot be reached "
+                f"({error})"
             ) from error
     if data.column_names is not None and text_column not in data.column_names:
         raise ValueError(

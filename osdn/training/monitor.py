@@ -1,0 +1,207 @@
+"""What is seen of a run while it runs: callbacks of `Trainer`, one a concern."""
+
+import json
+import math
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from torch import Tensor
+from transformers import TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
+from transformers import TrainingArguments as Arguments
+
+from osdn.layers import TokenMixer
+from osdn.layers.precision import l2_normalize, widen
+from osdn.ops import precondition_keys
+from osdn.training.checkpoints import write_text
+
+METRICS = "metrics.jsonl"
+
+
+class Metrics(TrainerCallback):
+    """Every log as a line of `metrics.jsonl`."""
+
+    def on_log(self, args: Arguments, state: State, control: Control, logs: dict[str, Any], **_: Any) -> None:
+        if state.is_world_process_zero and "train_runtime" not in logs:
+            line = {"step": state.global_step, "time": time.time(), **logs}
+            line.pop("epoch", None)  # the library's guess; a stream has no length
+            line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+            with Path(args.output_dir, METRICS).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    @staticmethod
+    def read(run: str | Path) -> list[dict[str, Any]]:
+        """The lines of a run; one that a kill cut off is left out."""
+        lines = []
+        for line in Path(run, METRICS).read_text().splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                continue
+        return lines
+
+    @staticmethod
+    def forget(run: Path, after: int) -> None:
+        """Drop what was logged beyond the checkpoint that the run continues from."""
+        if (run / METRICS).exists():
+            kept = [json.dumps(line) + "\n" for line in Metrics.read(run) if line["step"] <= after]
+            write_text(run / METRICS, "".join(kept))
+
+
+class Progress(TrainerCallback):
+    """A bar with loss, speed and time left on a terminal; a line a log elsewhere."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True)
+        self.bar = Bar(
+            TextColumn("{task.completed:,}/{task.total:,}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self.task: TaskID | None = None
+
+    def on_train_begin(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+        if state.is_world_process_zero:
+            self.task = self.bar.add_task("", total=state.max_steps, completed=state.global_step)
+            self.bar.start()
+
+    def on_step_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+        if self.task is not None:
+            self.bar.update(self.task, completed=state.global_step)
+
+    def on_log(self, args: Arguments, state: State, control: Control, logs: dict[str, Any], **_: Any) -> None:
+        if self.task is None or "loss" not in logs:
+            return
+        text = (
+            f"loss {logs['loss']:.4f}  norm {logs['grad_norm']:.2f}  lr {logs['learning_rate']:.2e}  "
+            f"{logs['tokens_per_second']:,.0f} tokens/s  mfu {100 * logs['mfu']:.0f} %"
+        )
+        if logs["skipped_steps"]:
+            text += f"  skipped {logs['skipped_steps']}"
+        self.bar.update(self.task, description=text)
+        if self.bar.disable:
+            seconds = (state.max_steps - state.global_step) * (logs["tokens"] / state.global_step)
+            left = seconds / logs["tokens_per_second"]
+            print(f"step {state.global_step}/{state.max_steps}  {text}  left {left:,.0f} s", file=sys.stderr)
+
+    def on_train_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+        self.bar.stop()
+
+
+class Stop(TrainerCallback):
+    """SIGTERM and SIGINT save after the current step and stop; a second one does what it always did."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def on_train_begin(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+        self.before = {
+            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.signal = signal.Signals(number)
+        signal.signal(number, self.before[self.signal])
+
+    def on_step_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+        number = self.signal or 0
+        if args.world_size > 1:  # the processes are told at different moments and must stop at the same step
+            told = torch.tensor(int(number), device=args.device)
+            dist.all_reduce(told, op=dist.ReduceOp.MAX)
+            number = int(told)
+        if number:
+            self.signal = signal.Signals(number)
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+class Diagnostics(TrainerCallback):
+    """Residual ratio and scale of every layer, every so many steps, from the batches of that step.
+
+    A write changes its own residual by the factor 1 - beta * (k · w), whatever the state, so the paper's
+    residual ratio f(S_t) / f(S_{t-1}) is that factor squared, and phase 1 is all that has to be run for it.
+    """
+
+    def __init__(self, trainer: Any, every: int) -> None:
+        self.trainer, self.every = trainer, every
+        self.hooks: list[Any] = []
+        self.seen: dict[int, list[dict[str, float]]] = {}
+
+    def on_step_begin(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+        if (state.global_step + 1) % self.every == 0:
+            mixers = [m for m in self.trainer.model.modules() if isinstance(m, TokenMixer)]
+            for layer, mixer in enumerate(mixers):
+                self.hooks.append(mixer.register_forward_pre_hook(self._measure(layer), with_kwargs=True))
+
+    def on_step_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+        while self.hooks:
+            self.hooks.pop().remove()
+        if self.seen:
+            self.trainer.more_logs |= {
+                f"{name}/{layer}": sum(x[name] for x in found) / len(found)
+                for layer, found in self.seen.items()
+                for name in found[0]
+            }
+            self.seen = {}
+            control.should_log = True
+
+    def _measure(self, layer: int) -> Any:
+        def hook(mixer: TokenMixer, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+            with torch.no_grad():
+                self.seen.setdefault(layer, []).append(measure(mixer, args[0], kwargs["cu_seqlens"]))
+
+        return hook
+
+
+def measure(mixer: TokenMixer, x: Tensor, cu_seqlens: Tensor | None) -> dict[str, float]:
+    """The mean residual ratio of a mixer's writes on inputs `[B, T, D]`, and where its final scales lie."""
+    k, _ = mixer.k_conv1d(mixer.k_proj(x), None, cu_seqlens, False)
+    k = l2_normalize(k.unflatten(-1, (mixer.num_heads, mixer.head_k_dim))).float()  # [B, T, H, K]
+    beta = widen(mixer.b_proj(x)).sigmoid()  # [B, T, HV]
+    write_keys = read_keys = k.repeat_interleave(mixer.num_v_heads // mixer.num_heads, 2)  # [B, T, HV, K]
+    result = {}
+    if mixer.preconditioner is not None:
+        scaling = mixer.preconditioner(x, mixer.log_decay(x), None)
+        write_keys, scale = precondition_keys(
+            k, beta, **scaling, cu_seqlens=cu_seqlens, backend=mixer.backend
+        )
+        low, median, high = torch.quantile(
+            scale.flatten(-2), torch.tensor([0.05, 0.5, 0.95]).to(scale), dim=-1
+        )
+        result = {
+            "scale_low": low.mean().item(),
+            "scale_median": median.mean().item(),
+            "scale_high": high.mean().item(),
+        }
+    factor = 1 - beta * (write_keys * read_keys).sum(-1)
+    return {"residual_ratio": factor.square().mean().item(), **result}
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """How many floating-point operations a second `torch.mm` does here: what utilisation is a share of."""
+    n = 1024 if device.type == "cpu" else 8192
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    best = math.inf
+    for _ in range(4):
+        start = time.perf_counter()
+        torch.mm(a, a)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best

@@ -1,0 +1,341 @@
+"""A run, from settings to a directory for `from_pretrained`, on `transformers.Trainer`.
+
+The engine (accumulation, mixed precision, DDP, FSDP2) is the library's; what is added here is what a long run
+needs: it reads packed rows from a saved place in the stream, skips a step whose gradient is not finite,
+saves whole checkpoints only, and continues where it was when it is started again.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+import yaml  # type: ignore[import-untyped]
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils.logging import disable_progress_bar
+
+from osdn.models import OSDNConfig, OSDNForCausalLM, describe
+from osdn.training import checkpoints
+from osdn.training.data import load_source, load_tokenizer
+from osdn.training.monitor import Diagnostics, Metrics, Progress, Stop, matmul_flops
+from osdn.training.packing import Documents, PackedRows, Position
+from osdn.training.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+POSITION = "position.json"
+# Vectors and numbers that are not weights of a product; the paper's recipe leaves them alone.
+NO_DECAY = re.compile(r"(^|\.)(A_log|dt_bias|bias|\w*norm\.weight)$")
+SHARE_FOR_MEMORY_CHECK = 64  # tokens whose activations are counted to know those of a row
+
+
+class TrainingError(RuntimeError):
+    """A run cannot go on; the message says why and what to do."""
+
+
+class PackedTrainer(Trainer):
+    """`Trainer` on a stream of packed rows."""
+
+    def __init__(self, settings: Settings, rows: PackedRows, skipped_steps: int = 0, **kwargs: Any) -> None:
+        self.settings, self.rows, self.skipped_steps = settings, rows, skipped_steps
+        super().__init__(**kwargs)
+        self.position = rows.position
+        self.train_flops = (
+            3 * describe(self.model).forward_flops
+        )  # of a token: the backward is twice the forward
+        self.peak_flops = matmul_flops(self.args.device, torch.bfloat16 if self.args.bf16 else torch.float32)
+        self.logged = (0, 0.0)  # step and time of the last log
+        self.more_logs: dict[str, float] = {}  # what goes with the next one
+
+    def get_train_dataloader(self) -> DataLoader:
+        gpu = self.args.device.type != "cpu"
+        return DataLoader(self.rows, batch_size=None, num_workers=int(gpu), pin_memory=gpu)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        self.position = Position(*inputs.pop("position"))
+        if self.logged[1] == 0.0:
+            self.logged = (self.state.global_step, time.perf_counter())
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return [name for name, _ in model.named_parameters() if not NO_DECAY.search(name)]
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Clip; drop a gradient that is not finite, so that the optimizer has nothing to do."""
+        norm: Tensor = super()._clip_grad_norm(model)
+        if not torch.isfinite(norm):
+            model.zero_grad(set_to_none=True)
+            self.skipped_steps += 1
+            logger.warning("step %d: the gradient is not finite; skipped", self.state.global_step + 1)
+            if self.skipped_steps > self.settings.training.max_skipped_steps:
+                raise TrainingError(
+                    f"{self.skipped_steps} steps had a gradient that is not finite, more than "
+                    f"training.max_skipped_steps, {self.settings.training.max_skipped_steps}; lower "
+                    f"optimizer.learning_rate, or look at the data around {self.position}"
+                )
+        return norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add to the loss what it took to get there."""
+        if "loss" in logs:
+            step, now = self.state.global_step, time.perf_counter()
+            tokens = self.settings.training.tokens_per_step
+            rate = (step - self.logged[0]) * tokens / (now - self.logged[1])
+            self.logged = (step, now)
+            logs["tokens"] = step * tokens
+            logs["tokens_per_second"] = rate
+            logs["mfu"] = rate * self.train_flops / (self.peak_flops * self.args.world_size)
+            logs["skipped_steps"] = self.skipped_steps
+            logs |= self.more_logs
+            self.more_logs = {}
+        super().log(logs, start_time)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return os.path.join(self.args.output_dir, checkpoints.STAGING)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        staged = run / checkpoints.STAGING / name
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.is_world_process_zero():
+                self._complete(staged)
+                checkpoints.publish(staged, run / name)
+                checkpoints.prune(run, self.settings.checkpoints.keep)
+        except Exception as error:  # every library has its own for a full disk
+            shutil.rmtree(staged, ignore_errors=True)
+            good = checkpoints.newest_good(run)
+            raise TrainingError(
+                f"{name} could not be written ({error}); {run} has {shutil.disk_usage(run).free / 1e9:.1f} GB"
+                f" free. {f'{good.name} is whole' if good else 'There is no earlier checkpoint'}: make room "
+                f"and run the same command to continue."
+            ) from error
+        self.accelerator.wait_for_everyone()
+
+    def _complete(self, staged: Path) -> None:
+        """What the library leaves out of a checkpoint, and what it should have."""
+        (staged / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
+        self.model.config.save_pretrained(staged)
+        self.processing_class.save_pretrained(staged)
+        place = {**self.position._asdict(), "skipped_steps": self.skipped_steps}
+        (staged / POSITION).write_text(json.dumps(place))
+
+
+def train(settings: Settings) -> Path:
+    """Run the settings to the end, continuing what is there, and return the finished model's directory."""
+    run, devices = Path(settings.output_dir), int(os.environ.get("WORLD_SIZE", "1"))
+    result = run / "model"
+    if result.exists() and _same_run(run, settings):
+        logger.warning("%s is finished already", run)
+        return result
+    arguments = training_arguments(settings, devices)
+    config, tokenizer = settings.model_config(), load_tokenizer(settings.data.tokenizer)
+    check_vocabulary(config, tokenizer)
+    with arguments.main_process_first():
+        documents = load_documents(settings, tokenizer)
+    disable_progress_bar()  # of the library's saving and loading
+    set_seed(settings.training.seed)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    model = OSDNForCausalLM(config)
+    check_memory(model, settings, arguments.device, devices)
+
+    found = [_prepare(run, settings) if arguments.process_index == 0 else None]
+    good = broadcast_object_list(found)[0] if devices > 1 else found[0]
+    if good is None or checkpoints.step_of(good) < settings.training.steps:
+        _run(settings, arguments, model, tokenizer, documents, good)
+    if arguments.process_index == 0:
+        checkpoints.convert(checkpoints.checkpoints(run)[0], result)
+    return result
+
+
+def _run(
+    settings: Settings,
+    arguments: TrainingArguments,
+    model: OSDNForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Documents,
+    checkpoint: Path | None,
+) -> None:
+    place = json.loads((checkpoint / POSITION).read_text()) if checkpoint else {}
+    skipped_steps = place.pop("skipped_steps", 0)
+    rows = PackedRows(
+        documents,
+        settings.data.seq_len,
+        settings.data.context_len,
+        arguments.process_index,
+        arguments.world_size,
+        Position(**place),
+    )
+    trainer = PackedTrainer(
+        settings, rows, skipped_steps, model=model, args=arguments, processing_class=tokenizer
+    )
+    trainer.remove_callback(PrinterCallback)
+    stop = Stop()
+    for callback in (Metrics(), Progress(), stop):
+        trainer.add_callback(callback)
+    if settings.logging.diagnostics_every:
+        trainer.add_callback(Diagnostics(trainer, settings.logging.diagnostics_every))
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise TrainingError(f"the device ran out of memory: {error}\n{LESS_MEMORY}") from error
+    if stop.signal is not None:
+        step = trainer.state.global_step
+        raise SystemExit(
+            f"stopped by {stop.signal.name}; checkpoint-{step} is saved, run the same command to continue"
+        )
+
+
+def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
+    """The settings in the library's words."""
+    optimizer, training = settings.optimizer, settings.training
+    gpu, sharded = torch.accelerator.is_available(), training.parallelism == "fsdp2" and devices > 1
+    if training.precision == "bfloat16" and not gpu:
+        logger.warning("training in float32: bfloat16 is for GPUs")
+    arguments = TrainingArguments(
+        output_dir=settings.output_dir,
+        max_steps=training.steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=settings.accumulation(devices),
+        gradient_checkpointing=training.gradient_checkpointing,
+        learning_rate=optimizer.learning_rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": optimizer.min_lr_ratio},
+        warmup_steps=optimizer.warmup_steps,
+        optim="adamw_torch_fused" if gpu else "adamw_torch",
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        adam_epsilon=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+        seed=training.seed,
+        bf16=training.precision == "bfloat16" and gpu,
+        use_cpu=not gpu,
+        ddp_backend="gloo" if devices > 1 and not gpu else None,
+        ddp_find_unused_parameters=False,
+        fsdp=sharded,
+        fsdp_config={"state_dict_type": "SHARDED_STATE_DICT", "transformer_layer_cls_to_wrap": ["OSDNBlock"]}
+        if sharded
+        else None,
+        save_steps=settings.checkpoints.every,
+        logging_steps=settings.logging.every,
+        disable_tqdm=True,
+        report_to=[name for name in ("tensorboard", "wandb") if find_spec(name)],
+        ignore_data_skip=True,  # the rows start at their own place
+        use_cache=True,  # in the configuration that is saved; packed rows never have one
+    )
+    if sharded:  # autocast does the mixing, so that FSDP2 and DDP compute the same; gradients meet in float32
+        arguments.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(
+            reduce_dtype=torch.float32
+        )
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", os.path.join(settings.output_dir, "tensorboard"))
+    return arguments
+
+
+def load_documents(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Documents:
+    data = settings.data
+    source = load_source(
+        data.source,
+        name=data.name,
+        split=data.split,
+        text_column=data.text_column,
+        streaming=data.streaming,
+    )
+    return Documents(source, tokenizer, settings.training.seed)
+
+
+def check_vocabulary(config: OSDNConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"data.tokenizer has {len(tokenizer):,} tokens and the model's vocabulary {config.vocab_size:,}; "
+            f"set model.vocab_size to {len(tokenizer)} or more, or use another tokenizer"
+        )
+
+
+LESS_MEMORY = "Set training.gradient_checkpointing, a smaller data.seq_len, or fsdp2 on more devices."
+
+
+def check_memory(model: OSDNForCausalLM, settings: Settings, device: torch.device, devices: int) -> None:
+    """Refuse what cannot fit: weights, gradients, AdamW's moments, and what the backward needs of a row."""
+    shards = devices if settings.training.parallelism == "fsdp2" else 1
+    weights = 16 * model.num_parameters() / shards
+    layers, width = model.config.num_hidden_layers, model.config.hidden_size
+    activations = activation_bytes(model) * settings.data.seq_len
+    if settings.training.gradient_checkpointing:
+        activations = activations / layers + 4 * layers * width * settings.data.seq_len
+    if device.type == "cpu":
+        free = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    else:
+        free = torch.cuda.mem_get_info(device)[0]
+        activations /= 2 if settings.training.precision == "bfloat16" else 1
+    if weights + activations > free:
+        raise ValueError(
+            f"this run needs at least {weights / 1e9:.1f} GB for weights, gradients and moments and "
+            f"{activations / 1e9:.1f} GB for the activations of {settings.data.seq_len:,} tokens; {device} "
+            f"has {free / 1e9:.1f} GB free.\n{LESS_MEMORY}"
+        )
+
+
+def activation_bytes(model: OSDNForCausalLM) -> float:
+    """What a token leaves behind for the backward, counted on a few tokens in float32."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    seen: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    tokens = torch.zeros(1, SHARE_FOR_MEMORY_CHECK, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = model.train()(
+            tokens, labels=tokens
+        ).loss  # held until the end, so that no address is used twice
+    del loss
+    return sum(seen.values()) / SHARE_FOR_MEMORY_CHECK
+
+
+def _prepare(run: Path, settings: Settings) -> Path | None:
+    """Make the run's directory ready and find the checkpoint to continue from."""
+    _same_run(run, settings)
+    run.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(run / checkpoints.STAGING, ignore_errors=True)
+    good = checkpoints.newest_good(run)
+    checkpoints.write_text(run / "config.yaml", settings.to_yaml())
+    Metrics.forget(run, after=checkpoints.step_of(good) if good else 0)
+    if good is not None:
+        logger.warning("continuing from %s", good)
+    return good
+
+
+def _same_run(run: Path, settings: Settings) -> bool:
+    """Whether the directory holds this run; an error if it holds another."""
+    try:
+        there = (run / "config.yaml").read_text()
+    except FileNotFoundError:
+        return False
+    # How often to save and to log may change on the way, and does not change the weights.
+    if _essence(there) != _essence(settings.to_yaml()):
+        raise ValueError(
+            f"{run} holds a run with other settings (its config.yaml); choose another output_dir or remove it"
+        )
+    return True
+
+
+def _essence(text: str) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(text)
+    return {key: content[key] for key in ("model", "data", "optimizer", "training")}

@@ -32,7 +32,7 @@ sanitize: setup  ## random configurations with the C++ kernels instrumented
 	OSDN_CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 \
-	$(PY) -m pytest -p no:cacheprovider -m "slow or not slow" tests/ops -k "cpu and not compile and not build"
+	$(PY) -m pytest -p no:cacheprovider tests/ops/test_agreement.py tests/ops/test_sequences.py tests/ops/test_isolation.py -k cpu
 
 lint: setup      ## ruff and mypy
 	$(PY) -m ruff check .

@@ -5,10 +5,10 @@ from functools import lru_cache
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 
 from osdn.ops import delta_rule, online_scaled_delta_rule, precondition_keys
-from tests.ops.problems import BACKENDS, Config, answer, assert_close, make
+from tests.ops.problems import BACKENDS, Config, answer, assert_close, make, relative_error
 
 OPERATORS = [precondition_keys, delta_rule, online_scaled_delta_rule]
 SINGLE = {"outputs": 1e-5, "gradients": 1e-4}  # what a user is promised
@@ -54,15 +54,34 @@ TAME = [0.0, 0.003, 0.1, 0.7]
 # Beyond, the scale is thrown from bound to bound and rounding is amplified at each throw: that is the
 # recurrence itself, not an implementation of it, so these are compared in float64 alone.
 WILD = [2.0, 5.0, 40.0]
-BOXES = [(0.5, 2.0), (0.9, 1.1), (0.9985, 1.002), (-1.0, 1.5)]
-# With a unit key and beta 1 a step is the rounding of 1 - |k|^2, whose sign then decides on which side of a
-# bound at 1 the scale lies, and so whether a gradient passes: such a box, too, is compared in float64 alone.
-POINT = (1.0, 1.0)
+BOXES = [(0.5, 2.0), (0.9, 1.1), (-1.0, 1.5)]
+# At a bound near 1 a unit key and beta 1 make a step that is lost in float32's rounding, whose direction then
+# decides whether a gradient passes the bound: such boxes, too, are compared in float64 alone.
+TIGHT = [(0.9985, 1.002), (1.0, 1.0)]
 
 
 @lru_cache(maxsize=64)  # every backend meets the same configurations, one after the other
 def truth(operator, config: Config):
     return answer(operator, make(config), "reference", torch.float64)
+
+
+@lru_cache(maxsize=64)
+def well_posed(operator, config: Config) -> bool:
+    """Whether rounding moves the scale across no bound, where its gradient jumps: retentions that differ by
+    as much as float32 rounds over a sequence must give the same gradients."""
+    if operator is delta_rule or config.bounds is None:
+        return True
+    for sign in (1, -1):
+        problem = make(config)
+        retention = problem.tensors.get("retention", torch.ones_like(problem.tensors["write_keys"]))
+        signs = torch.randn(retention.shape, generator=torch.Generator().manual_seed(0)).sign()
+        problem.tensors["retention"] = retention.double() * (1 + sign * 1e-6 * signs)
+        if problem.options.get("retention") is not None:
+            problem.tensors["retention"] *= problem.options.pop("retention")
+        nudged = answer(operator, problem, "reference", torch.float64)
+        if any(relative_error(nudged[name], want) > 5e-5 for name, want in truth(operator, config).items()):
+            return False
+    return True
 
 
 def agrees(operator, backend: str, config: Config, dtype: torch.dtype) -> None:
@@ -75,20 +94,21 @@ def agrees(operator, backend: str, config: Config, dtype: torch.dtype) -> None:
 @settings(max_examples=50)
 @given(config=configs(TAME, [*BOXES, None]))
 def test_outputs_states_and_gradients_are_those_of_the_reference(operator, backend, config):
+    assume(well_posed(operator, config))
     agrees(operator, backend, config, torch.float32)
 
 
 @every_backend
 @every_operator
 @settings(max_examples=20)
-@given(config=configs(TAME, [*BOXES, POINT, None]))
+@given(config=configs(TAME, [*BOXES, *TIGHT, None]))
 def test_double_precision_is_double_precision(operator, backend, config):
     agrees(operator, backend, config, torch.float64)
 
 
 @every_backend
 @settings(max_examples=20)
-@given(config=configs(WILD, [*BOXES, POINT], longest=60))
+@given(config=configs(WILD, [*BOXES, *TIGHT], longest=60))
 def test_a_step_too_large_is_taken_as_defined(backend, config):
     agrees(online_scaled_delta_rule, backend, config, torch.float64)
 
@@ -96,11 +116,11 @@ def test_a_step_too_large_is_taken_as_defined(backend, config):
 @pytest.mark.slow
 @every_backend
 @every_operator
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@settings(max_examples=400)
-@given(config=configs(TAME, [*BOXES, None], longest=500))
-def test_hundreds_of_configurations_agree(operator, backend, dtype, config):
-    agrees(operator, backend, config, dtype)
+@settings(max_examples=300)
+@given(config=configs(TAME, [*BOXES, None], longest=400))
+def test_hundreds_of_configurations_agree(operator, backend, config):
+    assume(well_posed(operator, config))
+    agrees(operator, backend, config, torch.float32)
 
 
 @every_backend

@@ -1,5 +1,6 @@
 """The command `osdn`: thin layers over the package, one function a command."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from osdn.lab import commands as lab
 
 app = typer.Typer(help="Online Scaled DeltaNet.", no_args_is_help=True, add_completion=False)
 console = Console()
@@ -104,7 +107,9 @@ def train(
     from osdn.training.trainer import train as run
 
     with _plain_errors():
-        console.print(f"{run(load_settings(config, replace or []))} is ready for from_pretrained")
+        result = run(load_settings(config, replace or []))
+    if os.environ.get("RANK", "0") == "0":
+        console.print(f"{result} is ready for from_pretrained")
 
 
 @app.command()
@@ -157,3 +162,7 @@ def tokenizer_train(
         tokenizer = train_tokenizer((row["text"] for row in data), vocab_size)
         tokenizer.save_pretrained(output)
         console.print(f"{output} has {len(tokenizer):,} tokens")
+
+
+app.add_typer(lab.app, name="lab")
+app.command()(lab.demo)

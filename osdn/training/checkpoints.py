@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -60,6 +61,10 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.partition("-")[2])
 
 
+def is_sharded(checkpoint: Path) -> bool:
+    return (checkpoint / SHARDS).is_dir()
+
+
 def newest_good(run: Path) -> Path | None:
     """The newest checkpoint that is not damaged; says which ones are."""
     for checkpoint in checkpoints(run):
@@ -97,8 +102,10 @@ def convert(checkpoint: str | Path, output: str | Path) -> Path:
     if output.exists():
         raise FileExistsError(f"{output} exists; choose another name or remove it")
     model = OSDNForCausalLM(OSDNConfig.from_pretrained(checkpoint))
-    if (checkpoint / SHARDS).is_dir():
-        dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint / SHARDS, no_dist=True)
+    if is_sharded(checkpoint):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what we want
+            dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint / SHARDS, no_dist=True)
     else:
         files = sorted(checkpoint.glob("model*.safetensors"))
         model.load_state_dict({k: v for file in files for k, v in load_file(file).items()})

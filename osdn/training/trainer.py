@@ -18,7 +18,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 import yaml  # type: ignore[import-untyped]
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
@@ -27,6 +27,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
 from osdn.models import OSDNConfig, OSDNForCausalLM, describe
+from osdn.models.modeling_osdn import OSDNBlock
 from osdn.training import checkpoints
 from osdn.training.data import load_source, load_tokenizer
 from osdn.training.monitor import Diagnostics, Metrics, Progress, Stop, matmul_flops
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 POSITION = "position.json"
 # Vectors and numbers that are not weights of a product; the paper's recipe leaves them alone.
 NO_DECAY = re.compile(r"(^|\.)(A_log|dt_bias|bias|\w*norm\.weight)$")
-SHARE_FOR_MEMORY_CHECK = 64  # tokens whose activations are counted to know those of a row
+COUNTED_TOKENS = 64  # whose activations are counted to know those of a row
 
 
 class TrainingError(RuntimeError):
@@ -47,6 +48,8 @@ class TrainingError(RuntimeError):
 
 class PackedTrainer(Trainer):
     """`Trainer` on a stream of packed rows."""
+
+    is_fsdp_enabled: bool
 
     def __init__(self, settings: Settings, rows: PackedRows, skipped_steps: int = 0, **kwargs: Any) -> None:
         self.settings, self.rows, self.skipped_steps = settings, rows, skipped_steps
@@ -58,6 +61,15 @@ class PackedTrainer(Trainer):
         self.peak_flops = matmul_flops(self.args.device, torch.bfloat16 if self.args.bf16 else torch.float32)
         self.logged = (0, 0.0)  # step and time of the last log
         self.more_logs: dict[str, float] = {}  # what goes with the next one
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """FSDP2 on CPUs as well: accelerate knows it on GPUs only, and takes DDP elsewhere without a word."""
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp and not self.is_fsdp_enabled:
+            state = self.accelerator.state
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            state.distributed_type = DistributedType.FSDP
+            self.is_fsdp_enabled = True
 
     def get_train_dataloader(self) -> DataLoader:
         gpu = self.args.device.type != "cpu"
@@ -144,13 +156,13 @@ def train(settings: Settings) -> Path:
     arguments = training_arguments(settings, devices)
     config, tokenizer = settings.model_config(), load_tokenizer(settings.data.tokenizer)
     check_vocabulary(config, tokenizer)
+    check_memory(config, settings, arguments.device, devices)
     with arguments.main_process_first():
         documents = load_documents(settings, tokenizer)
     disable_progress_bar()  # of the library's saving and loading
     set_seed(settings.training.seed)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     model = OSDNForCausalLM(config)
-    check_memory(model, settings, arguments.device, devices)
 
     found = [_prepare(run, settings) if arguments.process_index == 0 else None]
     good = broadcast_object_list(found)[0] if devices > 1 else found[0]
@@ -169,6 +181,11 @@ def _run(
     documents: Documents,
     checkpoint: Path | None,
 ) -> None:
+    if checkpoint and checkpoints.is_sharded(checkpoint) != bool(arguments.fsdp):
+        raise ValueError(
+            f"{checkpoint} was written by {'one process' if arguments.fsdp else 'several processes'}, with "
+            f"training.parallelism fsdp2; continue it in the same way, or take it out with `osdn convert`"
+        )
     place = json.loads((checkpoint / POSITION).read_text()) if checkpoint else {}
     skipped_steps = place.pop("skipped_steps", 0)
     rows = PackedRows(
@@ -268,14 +285,14 @@ def check_vocabulary(config: OSDNConfig, tokenizer: PreTrainedTokenizerBase) -> 
 LESS_MEMORY = "Set training.gradient_checkpointing, a smaller data.seq_len, or fsdp2 on more devices."
 
 
-def check_memory(model: OSDNForCausalLM, settings: Settings, device: torch.device, devices: int) -> None:
+def check_memory(config: OSDNConfig, settings: Settings, device: torch.device, devices: int) -> None:
     """Refuse what cannot fit: weights, gradients, AdamW's moments, and what the backward needs of a row."""
     shards = devices if settings.training.parallelism == "fsdp2" else 1
-    weights = 16 * model.num_parameters() / shards
-    layers, width = model.config.num_hidden_layers, model.config.hidden_size
-    activations = activation_bytes(model) * settings.data.seq_len
+    weights = 16 * describe(config).parameters / shards
+    block, layers = activation_bytes(config) * settings.data.seq_len, config.num_hidden_layers
+    activations = block * layers
     if settings.training.gradient_checkpointing:
-        activations = activations / layers + 4 * layers * width * settings.data.seq_len
+        activations = block + 4 * layers * config.hidden_size * settings.data.seq_len
     if device.type == "cpu":
         free = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:
@@ -289,9 +306,11 @@ def check_memory(model: OSDNForCausalLM, settings: Settings, device: torch.devic
         )
 
 
-def activation_bytes(model: OSDNForCausalLM) -> float:
-    """What a token leaves behind for the backward, counted on a few tokens in float32."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+def activation_bytes(config: OSDNConfig) -> float:
+    """What a token leaves behind in one block for the backward, counted on a few tokens in float32."""
+    with torch.random.fork_rng(devices=[]):
+        block = OSDNBlock(config, layer_idx=0)
+    own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     seen: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -300,13 +319,12 @@ def activation_bytes(model: OSDNForCausalLM) -> float:
             seen[storage.data_ptr()] = storage.nbytes()
         return x
 
-    tokens = torch.zeros(1, SHARE_FOR_MEMORY_CHECK, dtype=torch.long)
+    x = torch.randn(1, COUNTED_TOKENS, config.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss = model.train()(
-            tokens, labels=tokens
-        ).loss  # held until the end, so that no address is used twice
-    del loss
-    return sum(seen.values()) / SHARE_FOR_MEMORY_CHECK
+        y = block(x)
+    total = sum(seen.values())
+    del y  # until here the graph was held, so that no address was used twice
+    return total / COUNTED_TOKENS
 
 
 def _prepare(run: Path, settings: Settings) -> Path | None:

@@ -1,0 +1,106 @@
+"""A small run: a model of 150,000 parameters on documents of made-up words."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+CONFIG: dict[str, Any] = {
+    "model": {"preset": "osdn-apf-tiny", "hidden_size": 32, "intermediate_size": 48},
+    "data": {
+        "name": None,
+        "split": "train",
+        "text_column": "text",
+        "streaming": False,
+        "tokenizer": "bytes",
+        "seq_len": 96,
+        "context_len": 40,
+    },
+    "optimizer": {
+        "learning_rate": 0.003,
+        "min_lr_ratio": 0.1,
+        "warmup_steps": 3,
+        "betas": [0.9, 0.95],
+        "eps": 1e-15,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+    },
+    "training": {
+        "steps": 12,
+        "tokens_per_step": 192,
+        "seed": 42,
+        "precision": "float32",
+        "parallelism": "ddp",
+        "gradient_checkpointing": False,
+        "max_skipped_steps": 3,
+    },
+    "checkpoints": {"every": 4, "keep": 3},
+    "logging": {"every": 1, "diagnostics_every": 0},
+}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Data sets are cached beside the other temporary files, and arithmetic has one order."""
+    import datasets
+
+    cache = tmp_path_factory.mktemp("datasets")
+    before, threads = datasets.config.HF_DATASETS_CACHE, torch.get_num_threads()
+    datasets.config.HF_DATASETS_CACHE = cache
+    os.environ["HF_DATASETS_CACHE"] = str(cache)  # of the processes that tests start
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    datasets.config.HF_DATASETS_CACHE = before
+    del os.environ["HF_DATASETS_CACHE"]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty documents of 1 to 400 bytes."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdefgh", k=generator.randint(1, 7))) for _ in range(40)]
+    path = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
+    with path.open("w") as file:
+        for _ in range(60):
+            text = " ".join(generator.choices(words, k=generator.randint(1, 80)))
+            file.write(json.dumps({"text": text[:400]}) + "\n")
+    return path
+
+
+@pytest.fixture
+def write_config(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
+    """Writes the config of the small run into a file; sections given as keywords replace some of its keys."""
+
+    def write(name: str = "run", **sections: dict[str, Any]) -> Path:
+        content = {"output_dir": str(tmp_path / name)} | {
+            key: value | sections.get(key, {}) for key, value in CONFIG.items()
+        }
+        content["data"] = {"source": str(corpus)} | content["data"]
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(content, sort_keys=False))
+        return path
+
+    return write
+
+
+def start(config: Path, *replacements: str, processes: int = 1) -> subprocess.Popen[str]:
+    """`osdn train` in processes of its own, on one thread each, as the tests run."""
+    launcher = [sys.executable, "-m"]
+    if processes > 1:
+        launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+    return subprocess.Popen(
+        [*launcher, "osdn", "train", str(config), *replacements],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "400"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )

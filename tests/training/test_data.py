@@ -1,0 +1,107 @@
+"""Sources and tokenizers."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from osdn.training.data import load_source, load_tokenizer, stdlib_documents, tokenize, train_tokenizer
+
+TEXTS = ["first", "zwei\nlines", "", "trois"]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    data = Dataset.from_dict({"body": TEXTS, "id": list(range(4))})
+    data.to_parquet(tmp_path / "a.parquet")
+    data.to_json(tmp_path / "a.jsonl")
+    for kind in ("parquets", "texts"):
+        (tmp_path / kind / "deep").mkdir(parents=True)
+    data.select(range(2)).to_parquet(tmp_path / "parquets/a.parquet")
+    data.select(range(2, 4)).to_parquet(tmp_path / "parquets/deep/b.parquet")
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"texts/{i}.txt").write_text(text)
+    return {name: tmp_path / name for name in ("a.parquet", "a.jsonl", "parquets", "texts", "texts/1.txt")}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "parquets"])
+def test_files_and_directories_are_documents(files, name, streaming):
+    data = load_source(str(files[name]), text_column="body", streaming=streaming)
+    assert [row["text"] for row in data] == TEXTS
+    assert list(next(iter(data))) == ["text"]
+
+
+def test_a_text_file_is_one_document(files):
+    assert [row["text"] for row in load_source(str(files["texts/1.txt"]))] == ["zwei\nlines"]
+    found = [row["text"] for row in load_source(str(files["texts"]))]
+    assert [text for text in found if text] == [text for text in TEXTS if text]
+
+
+def test_a_source_that_is_not_there_or_not_text_is_told(files, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        load_source(str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        load_source("missing.parquet")
+    with pytest.raises(ValueError, match="has the columns body, id"):
+        load_source(str(files["a.parquet"]))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no files that end in"):
+        load_source(str(tmp_path / "empty"))
+    with pytest.raises(ValueError, match="several formats, json, parquet, text"):
+        load_source(str(tmp_path))
+
+
+def test_the_standard_library_splits_by_file_and_always_in_the_same_way():
+    train, validation = (list(itertools.islice(stdlib_documents(s), 50)) for s in ("train", "validation"))
+    assert train == list(itertools.islice(stdlib_documents("train"), 50))
+    assert not set(filter(None, train)) & set(filter(None, validation))
+    with pytest.raises(ValueError, match="stdlib has"):
+        next(stdlib_documents("test"))
+
+
+@pytest.mark.parametrize("text", ["", "plain", "naïve  \n\ttext 🎈 \x00\x7f", "a<|endoftext|>b"])
+def test_bytes_are_tokens(text):
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    if "<|" not in text:
+        assert tokenizer(text).input_ids == list(text.encode())
+    assert (len(tokenizer), tokenizer.eos_token_id) == (257, 256)
+
+
+def test_a_trained_vocabulary_has_its_size_keeps_every_text_and_can_be_saved(tmp_path):
+    texts = list(itertools.islice(stdlib_documents(), 5))
+    tokenizer = train_tokenizer(texts, 400)
+    assert len(tokenizer) == 400
+    ids = tokenizer(texts[1] + "🎈").input_ids
+    assert tokenizer.decode(ids) == texts[1] + "🎈"
+    assert len(ids) < 0.8 * len(texts[1])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    directory = tmp_path / "tokenizer"
+    for again in (load_tokenizer(str(directory)), AutoTokenizer.from_pretrained(directory)):
+        assert again(texts[1] + "🎈").input_ids == ids
+        assert again.eos_token == tokenizer.eos_token
+    assert train_tokenizer(texts, 400)(texts[2]).input_ids == tokenizer(texts[2]).input_ids
+    with pytest.raises(ValueError, match="at least 257"):
+        train_tokenizer(texts, 256)
+
+
+def test_a_tokenizer_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no such directory"):
+        load_tokenizer(str(tmp_path / "missing"))
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    with pytest.raises(ValueError, match="could not be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_documents_are_tokenised_once_for_a_tokenizer_and_end_with_end_of_text(files):
+    data = load_source(str(files["a.jsonl"]), text_column="body")
+    first = tokenize(data, load_tokenizer("bytes"))
+    assert first["input_ids"][:] == [[*text.encode(), 256] for text in TEXTS]
+    again = tokenize(load_source(str(files["a.jsonl"]), text_column="body"), load_tokenizer("bytes"))
+    assert again.cache_files == first.cache_files != []
+    other = tokenize(data, train_tokenizer(["other"], 260))
+    assert other.cache_files != first.cache_files

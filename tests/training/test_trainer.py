@@ -1,0 +1,341 @@
+"""Runs of the small model: they learn, continue exactly, and fail with a sentence."""
+
+import json
+import logging
+import math
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from osdn import PRESETS, OSDNConfig, OSDNForCausalLM
+from osdn.layers import TokenMixer
+from osdn.models.modeling_osdn import OSDNBlock
+from osdn.ops import reference
+from osdn.training import trainer as module
+from osdn.training.monitor import Metrics, measure
+from osdn.training.settings import load_settings
+from osdn.training.trainer import PackedTrainer, TrainingError, activation_bytes, check_memory, train
+from tests.training.conftest import start
+
+
+def weights(run):
+    return Path(run, "model", "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, corpus):
+    """The directory of the small run, never interrupted."""
+    from tests.training.conftest import CONFIG
+
+    path = tmp_path_factory.mktemp("whole")
+    content = {"output_dir": str(path / "run"), **CONFIG, "data": {"source": str(corpus), **CONFIG["data"]}}
+    (path / "run.json").write_text(json.dumps(content))
+    train(load_settings(path / "run.json"))
+    return path / "run"
+
+
+def test_the_result_is_a_directory_for_from_pretrained(whole):
+    model = AutoModelForCausalLM.from_pretrained(whole / "model")
+    tokenizer = AutoTokenizer.from_pretrained(whole / "model")
+    assert isinstance(model, OSDNForCausalLM)
+    assert model.config.use_cache
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 256
+    ids = tokenizer("abc", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] <= 6
+    assert not list(whole.rglob("*.bin"))  # nothing that would have to be unpickled
+    assert not (whole / ".writing").exists() or not list((whole / ".writing").iterdir())
+
+
+def test_the_metrics_are_those_of_the_recipe(whole):
+    lines = Metrics.read(whole)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["tokens"] for line in lines] == [192 * step for step in range(1, 13)]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
+    for line in lines:
+        step = line["step"] - 1  # a warm-up of 3 steps, then half a cosine from 0.003 to a tenth of it
+        share = step / 3 if step < 3 else 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / 9)) / 2
+        assert line["learning_rate"] == pytest.approx(0.003 * share)
+        assert line["grad_norm"] > 0
+        assert line["tokens_per_second"] > 0
+        assert 0 < line["mfu"] < 1
+        assert line["skipped_steps"] == 0
+
+
+def test_a_step_is_adamw_on_the_mean_loss_of_all_its_tokens(whole, write_config):
+    """Against a loop written out: clipping at 1, no decay on vectors, one mean over the accumulated batches."""
+    settings = load_settings(write_config())
+    tokenizer = module.load_tokenizer("bytes")
+    rows = iter(module.PackedRows(module.load_documents(settings, tokenizer), 96, 40))
+    torch.manual_seed(42)
+    model = OSDNForCausalLM(settings.model_config()).train()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.003, betas=(0.9, 0.95), eps=1e-15)
+    for line in Metrics.read(whole)[:8]:
+        batch = [next(rows) for _ in range(2)]
+        targets = sum(int((row["labels"] != -100).sum()) for row in batch)
+        total = 0.0
+        for row in batch:
+            row.pop("position")
+            loss = model(**row, num_items_in_batch=targets).loss
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = line["learning_rate"]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert line["loss"] == pytest.approx(total, rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    saved = load_file(whole / "checkpoint-8" / "model.safetensors")
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(saved[name], p.detach(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_continued_from_a_checkpoint_ends_with_the_same_weights(write_config, streaming, tmp_path):
+    names = ("whole", "again")
+    configs = {name: load_settings(write_config(name, data={"streaming": streaming})) for name in names}
+    train(configs["whole"])
+    train(configs["again"])
+    run = tmp_path / "again"
+    # as if it had been killed after step 8, while writing the next checkpoint
+    import shutil
+
+    shutil.rmtree(run / "model")
+    (run / ".writing").mkdir(exist_ok=True)
+    (run / "checkpoint-12").rename(run / ".writing" / "checkpoint-12")
+    (run / ".writing" / "checkpoint-12" / "manifest.json").unlink()
+    train(configs["again"])
+    assert weights(run) == weights(tmp_path / "whole")
+    assert [line["step"] for line in Metrics.read(run)] == list(range(1, 13))
+    assert [line["loss"] for line in Metrics.read(run)] == [
+        line["loss"] for line in Metrics.read(tmp_path / "whole")
+    ]
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_continued(write_config, whole, caplog, tmp_path):
+    settings = load_settings(write_config())
+    train(settings)
+    run = tmp_path / "run"
+    (run / "model" / "model.safetensors").unlink()
+    (run / "model").rename(run / "gone")
+    content = bytearray((run / "checkpoint-12" / "optimizer.pt").read_bytes())
+    content[3000] ^= 1
+    (run / "checkpoint-12" / "optimizer.pt").write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        train(settings)
+    assert "checkpoint-12 is damaged (optimizer.pt is not what was written)" in caplog.text
+    assert "continuing from" in caplog.text
+    assert weights(run) == weights(whole)
+
+
+def test_a_finished_run_is_left_alone_and_another_is_not_mixed_with_it(write_config, tmp_path, caplog):
+    train(load_settings(write_config(training={"steps": 2})))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    with caplog.at_level(logging.WARNING):
+        train(load_settings(write_config(training={"steps": 2}), ["logging.every=5"]))
+    assert "is finished already" in caplog.text
+    with pytest.raises(ValueError, match="holds a run with other settings"):
+        train(load_settings(write_config(training={"steps": 3})))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def poison(monkeypatch, steps):
+    """Make the gradient of these steps infinite."""
+    step = PackedTrainer.training_step
+
+    def poisoned(self, model, inputs, *args, **kwargs):
+        loss = step(self, model, inputs, *args, **kwargs)
+        if self.state.global_step + 1 in steps:
+            next(model.parameters()).grad.view(-1)[0] = math.inf
+        return loss
+
+    monkeypatch.setattr(PackedTrainer, "training_step", poisoned)
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing_and_is_counted(write_config, monkeypatch, tmp_path):
+    poison(monkeypatch, {3})
+    train(load_settings(write_config(training={"steps": 4}, checkpoints={"every": 1, "keep": 9})))
+    lines = Metrics.read(tmp_path / "run")
+    assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 1]
+    assert lines[2]["grad_norm"] is None
+    files = [tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors" for step in (1, 2, 3, 4)]
+    assert files[1].read_bytes() == files[2].read_bytes()
+    assert files[2].read_bytes() != files[3].read_bytes()
+    assert json.loads((files[3].parent / "position.json").read_text())["skipped_steps"] == 1
+
+
+def test_too_many_skipped_steps_stop_the_run_with_the_reason(write_config, monkeypatch, tmp_path):
+    poison(monkeypatch, set(range(5, 13)))
+    with pytest.raises(
+        TrainingError, match=r"4 steps had a gradient that is not finite.*max_skipped_steps, 3"
+    ):
+        train(load_settings(write_config()))
+    assert (tmp_path / "run" / "checkpoint-4").exists()
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("tiny")])
+def test_vectors_do_not_decay_and_matrices_do(preset, write_config):
+    model = OSDNForCausalLM(OSDNConfig.from_preset(preset))
+    decayed = set(PackedTrainer.get_decay_parameter_names(None, model))
+    for name, p in model.named_parameters():
+        assert (name in decayed) == (p.ndim > 1), name
+    names = [name for name, _ in model.named_parameters() if name not in decayed]
+    kinds = {name.rpartition(".")[2] if "norm" not in name else "norm" for name in names}
+    assert kinds <= {"A_log", "dt_bias", "bias", "norm"}
+
+
+def test_a_vocabulary_that_is_too_small_is_refused_and_nothing_is_written(write_config, tmp_path):
+    with pytest.raises(
+        ValueError, match="has 257 tokens and the model's vocabulary 100; set model.vocab_size"
+    ):
+        train(load_settings(write_config(model={"vocab_size": 100})))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("data", {"source": "missing.jsonl"}, "there is no such file"),
+        ("data", {"tokenizer": "./missing"}, "there is no such directory"),
+        ("data", {"text_column": "body"}, "has the columns text"),
+        ("training", {"tokens_per_step": 100}, "not a multiple of the 96 tokens"),
+        ("model", {"hidden_size": 2**20}, "needs at least .* GB for weights"),
+        ("data", {"seq_len": 10**9, "context_len": 10}, "GB for the activations of 1,000,000,000 tokens"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_and_nothing_is_written(
+    write_config, section, values, message, tmp_path
+):
+    sections = {section: values}
+    if values.get("seq_len"):
+        sections["training"] = {"tokens_per_step": values["seq_len"]}
+    with pytest.raises((ValueError, OSError), match=message):
+        train(load_settings(write_config(**sections)))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("preset", ["osdn-apf-tiny", "osgdn-tiny", "kda-tiny"])
+def test_the_memory_of_a_row_grows_as_was_counted(preset):
+    """Against a count over a row four times as long."""
+    config = OSDNConfig.from_preset(preset)
+    block = OSDNBlock(config, 0)
+    own = {p.data_ptr() for p in block.parameters()}
+    kept = {}
+
+    def keep(x):
+        if x.untyped_storage().data_ptr() not in own:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = block(torch.randn(1, 256, config.hidden_size))
+    total = sum(storage.nbytes() for storage in kept.values())
+    assert activation_bytes(config) == pytest.approx(total / 256, rel=0.1)
+    assert y.requires_grad
+
+
+def test_checkpointing_makes_a_run_fit(write_config, monkeypatch):
+    config = OSDNConfig.from_preset("osdn-tiny", num_hidden_layers=40)
+    plain, saving = (
+        load_settings(write_config(training={"gradient_checkpointing": on}, data={"seq_len": 2**16}))
+        for on in (False, True)
+    )
+    need = 16 * 3.2e6 + activation_bytes(config) * 2**16 * 40
+    free = type("Memory", (), {"available": 0.8 * need})
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: free)
+    check_memory(config, saving, torch.device("cpu"), 1)
+    with pytest.raises(ValueError, match=r"gradient_checkpointing"):
+        check_memory(config, plain, torch.device("cpu"), 1)
+
+
+def test_gradient_checkpointing_does_not_change_the_run(whole, write_config, tmp_path):
+    train(load_settings(write_config(training={"gradient_checkpointing": True})))
+    a, b = (load_file(run / "model" / "model.safetensors") for run in (whole, tmp_path / "run"))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_disk_without_room_is_told_and_leaves_the_checkpoints_before_it(write_config, whole, tmp_path):
+    settings = load_settings(write_config())
+    save = PackedTrainer._save_checkpoint
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(self, *args):
+        if self.state.global_step == 8:  # from now on no file may be larger than this
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        save(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedTrainer, "_save_checkpoint", full)
+        try:
+            with pytest.raises(
+                TrainingError, match=r"checkpoint-8 could not be written .*checkpoint-4 is whole"
+            ):
+                train(settings)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "checkpoint-8" not in names
+    assert not list((tmp_path / "run" / ".writing").iterdir())
+    train(settings)  # with room again
+    assert weights(tmp_path / "run") == weights(whole)
+
+
+def test_diagnostics_are_the_ratios_of_the_losses_before_and_after_each_write(write_config, tmp_path):
+    torch.manual_seed(0)
+    for preset in ("osdn-apf-tiny", "osgdn-apf-tiny", "kda-tiny"):
+        config = OSDNConfig.from_preset(preset)
+        block = OSDNBlock(config, 0).double()
+        x = torch.randn(1, 23, config.hidden_size, dtype=torch.float64)
+        cuts = torch.tensor([0, 9, 23])
+        assert measure(block.attn, x, cuts)["residual_ratio"] == pytest.approx(
+            residual_ratio(block.attn, x, cuts)
+        )
+    train(load_settings(write_config(logging={"every": 4, "diagnostics_every": 3}, training={"steps": 4})))
+    lines = Metrics.read(tmp_path / "run")
+    assert [line["step"] for line in lines] == [3, 4]
+    assert {"residual_ratio/0", "residual_ratio/1", "scale_median/1"} <= set(lines[0])
+    assert 0.5 <= lines[0]["scale_low/0"] <= lines[0]["scale_median/0"] <= lines[0]["scale_high/0"] <= 2
+    assert "residual_ratio/0" not in lines[1]
+
+
+def residual_ratio(mixer: TokenMixer, x, cuts):
+    """The paper's ratio f_t(S_t) / f_t(S_{t-1}), f_t(S) = |S^T k_t - v_t|^2 / 2, token by token."""
+    seen = {}
+
+    def record(q, k, v, beta, **kwargs):
+        seen.update(kwargs, k=k, v=v, beta=beta)
+        raise StopIteration
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StopIteration):
+        patch.setattr("osdn.layers.mixers.delta_rule", record)
+        patch.setattr("osdn.layers.mixers.online_scaled_delta_rule", record)
+        mixer(x, cu_seqlens=cuts)
+    k, v, beta, g = (seen[name] for name in ("k", "v", "beta", "log_decay"))
+    w = k
+    if mixer.preconditioner is not None:
+        settings = {key: seen[key] for key in ("eta", "bounds", "beta_aware", "retention", "initial_scale")}
+        from osdn.ops import precondition_keys
+
+        w, _ = precondition_keys(k, beta, **settings, cu_seqlens=cuts, backend="reference")
+    ratios = []
+    for a, b in zip(cuts.tolist(), cuts.tolist()[1:]):
+        S = torch.zeros(k.shape[2], k.shape[3], v.shape[3], dtype=torch.float64)
+        for t in range(a, b):
+            if g is not None:
+                decay = g[0, t].double().exp()
+                S = S * (decay[:, :, None] if decay.ndim == 2 else decay[:, None, None])
+            before = v[0, t] - torch.einsum("hkv,hk->hv", S, k[0, t])
+            S = S + torch.einsum("hk,hv->hkv", w[0, t], beta[0, t, :, None] * before)
+            after = v[0, t] - torch.einsum("hkv,hk->hv", S, k[0, t])
+            ratios.append(after.square().sum(-1) / before.square().sum(-1))
+    return torch.stack(ratios).mean().item()

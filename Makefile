@@ -45,8 +45,8 @@ wheel: setup     ## build the wheel into dist/
 bench: setup     ## time the operators against their peers
 	$(PY) benchmarks/ops.py
 
-demo: setup      ## the main job, on data that is always there
-	$(PY) benchmarks/ops.py --quick
+demo: setup      ## train small models in minutes, and a page on what online scaling did
+	$(PY) -m osdn demo
 
 clean:           ## remove what the other targets made
 	rm -rf .venv dist build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

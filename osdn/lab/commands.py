@@ -1,0 +1,177 @@
+"""The commands `osdn lab recall`, `osdn lab text` and `osdn demo`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from osdn.lab.summary import Results
+    from osdn.lab.variants import Variant
+
+app = typer.Typer(help="Small experiments that run on a CPU in minutes.", no_args_is_help=True)
+console = Console()
+
+
+class ManyValues(TyperCommand):
+    """Lets an option that may be repeated take its values in a row: `--eta 0.001 0.003`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        repeated = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
+        spread: list[str] = []
+        option = None
+        for arg in args:
+            if arg.startswith("--"):
+                option = arg if arg in repeated else None
+            elif option is not None and spread[-1] != option:
+                spread.append(option)
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+Variants = Annotated[list[str], typer.Option("--variants", help="Names, as osdn-apf or osdn+d0.")]
+Etas = Annotated[list[float], typer.Option("--eta", help="Step sizes to sweep, in a row.")]
+Boxes = Annotated[list[str], typer.Option("--box", help="Boxes to sweep, as 0.5:2.")]
+Seeds = Annotated[int, typer.Option(min=1, help="How many seeds.")]
+Width = Annotated[int, typer.Option(min=8, help="Width of the model.")]
+Layers = Annotated[int, typer.Option(min=1, help="Layers of the model.")]
+Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences a step.")]
+Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: one a core.")]
+
+
+@app.command(cls=ManyValues)
+def recall(
+    variants: Variants = ["delta_net", "osdn", "osdn-apf"],  # noqa: B006
+    eta: Etas = [],  # noqa: B006
+    box: Boxes = [],  # noqa: B006
+    seeds: Seeds = 5,
+    vocab_size: Annotated[int, typer.Option(help="Half keys, half values.")] = 256,
+    pairs: Annotated[int, typer.Option(help="Key-value pairs in a sequence.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 64,
+    passes: Annotated[int, typer.Option(help="How often the pairs are presented.")] = 2,
+    overwrites: Annotated[int, typer.Option(help="Keys given again with another value.")] = 0,
+    width: Width = 64,
+    layers: Layers = 2,
+    steps: Steps = 400,
+    batch: Batch = 32,
+    learning_rate: Rate = 0.003,
+    jobs: Jobs = None,
+    output: Annotated[Path, typer.Option(help="Where results and figures go.")] = Path("runs/lab/recall"),
+) -> None:
+    """Multi-query associative recall, for any variants over several seeds."""
+    from osdn.lab import figures as fig
+    from osdn.lab.recall import RecallTask
+    from osdn.lab.training import Run
+
+    chosen = _sweep(variants, eta, box)
+    try:
+        task = RecallTask(vocab_size, pairs, length, passes, overwrites)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    runs = [
+        Run(task, v, seed, width, layers, steps, batch, learning_rate)
+        for v in chosen
+        for seed in range(seeds)
+    ]
+    results = _experiment("recall", runs, chosen, ["accuracy", "accuracy_2x", "q_geo"], output, jobs)
+    figures = {
+        "learning": fig.learning_curves(results, "accuracy"),
+        "accuracy": fig.accuracy_by_pairs(results),
+        "residual": fig.residual_by_position(results, task.boundaries()),
+    }
+    if len(eta) > 1:
+        figures["eta_accuracy"] = fig.step_size_sweep(results, "accuracy", "accuracy")
+        figures["eta_residual"] = fig.step_size_sweep(results, "q_geo", "residual ratio q_geo")
+    _finish(figures, output)
+
+
+@app.command(cls=ManyValues)
+def text(
+    variants: Variants = ["delta_net", "osdn", "osdn-apf"],  # noqa: B006
+    eta: Etas = [],  # noqa: B006
+    box: Boxes = [],  # noqa: B006
+    seeds: Seeds = 3,
+    vocab_size: Annotated[int, typer.Option(help="Entries of the byte-pair vocabulary.")] = 1024,
+    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
+    megabytes: Annotated[float, typer.Option(help="How much of the standard library to take.")] = 4.0,
+    width: Width = 64,
+    layers: Layers = 2,
+    steps: Steps = 600,
+    batch: Batch = 8,
+    learning_rate: Rate = 0.005,
+    jobs: Jobs = None,
+    output: Annotated[Path, typer.Option(help="Where results and figures go.")] = Path("runs/lab/text"),
+) -> None:
+    """A small language model on the sources of Python's standard library."""
+    from osdn.lab import figures as fig
+    from osdn.lab.text import TextTask, prepare
+    from osdn.lab.training import Run
+
+    chosen = _sweep(variants, eta, box)
+    task = TextTask(str(output / f"corpus-{vocab_size}-{megabytes:g}MB"), vocab_size, length, megabytes)
+    with console.status("training a vocabulary on the standard library"):
+        prepare(task)
+    runs = [
+        Run(task, v, seed, width, layers, steps, batch, learning_rate)
+        for v in chosen
+        for seed in range(seeds)
+    ]
+    results = _experiment("text", runs, chosen, ["loss", "perplexity", "q_geo"], output, jobs)
+    for variant, mine in results.items():
+        console.rule(f"{variant.label} writes")
+        console.print(mine[0]["sample"], markup=False, highlight=False)
+    figures = {
+        "learning": fig.learning_curves(results, "loss"),
+        "loss": fig.loss_by_position(results),
+        "residual": fig.residual_by_position(results),
+    }
+    if len(eta) > 1:
+        figures["eta_loss"] = fig.step_size_sweep(results, "loss", "validation loss")
+        figures["eta_residual"] = fig.step_size_sweep(results, "q_geo", "residual ratio q_geo")
+    _finish(figures, output)
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("runs/demo"),
+) -> None:
+    """Train small models in minutes and write a page on what online scaling did."""
+    from osdn.lab.demo import run_demo
+
+    path = run_demo(output, console)
+    console.print(f"the report is {path.resolve()}")
+
+
+def _sweep(names: Sequence[str], etas: Sequence[float], boxes: Sequence[str]) -> "list[Variant]":
+    from osdn.lab.variants import sweep
+
+    try:
+        bounds = [(float(low), float(high)) for low, high in (text.split(":") for text in boxes)]
+        return sweep(names, etas, bounds)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _experiment(
+    title: str, runs: Any, variants: "list[Variant]", metrics: list[str], output: Path, jobs: int | None
+) -> "Results":
+    from osdn.lab import runner, summary
+
+    with runner.progress_bar(console) as progress:
+        bar = progress.add_task(title, total=sum(runner.cost(run) for run in runs), live="")
+        results = summary.group(variants, runner.run_all(runs, output, progress, bar, jobs))
+    rows = summary.summarize(results, metrics)
+    console.print(summary.table(rows, title))
+    summary.write(results, rows, output)
+    return results
+
+
+def _finish(figures: dict[str, Any], output: Path) -> None:
+    from osdn.lab.figures import save
+
+    save(figures, output)
+    console.print(f"results, summary.csv, summary.json and {len(figures)} figures are in {output}")

@@ -1,0 +1,63 @@
+"""`osdn demo`: DeltaNet against its online-scaled variants, on recall and on text, in minutes, as one page.
+
+Everything is the lab's: the same runs, files and statistics, with sizes chosen for two cores and a few
+minutes.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from osdn.lab import runner, speed, summary
+from osdn.lab.recall import RecallTask
+from osdn.lab.report import write_report
+from osdn.lab.text import TextTask, prepare
+from osdn.lab.training import Run
+from osdn.lab.variants import Variant
+from osdn.records import save_json
+
+VARIANTS = [Variant(name) for name in ("delta_net", "osdn", "osdn-apf")]
+RECALL = RecallTask()
+SEEDS = 6  # the fewest with which a sign-flip test can go below 0.05
+METRICS = {"recall": ["accuracy", "accuracy_2x", "q_geo"], "text": ["loss", "q_geo"]}
+
+
+def run_demo(output: Path, console: Console) -> Path:
+    """Runs what is missing, prints the tables and returns the path of the report."""
+    task = TextTask(str(output / "corpus"), megabytes=3.0, evaluation=48)
+    runs = {
+        "recall": [Run(RECALL, v, seed, steps=400) for v in VARIANTS for seed in range(SEEDS)],
+        "text": [
+            Run(task, v, seed, steps=200, batch=8, learning_rate=5e-3)
+            for v in VARIANTS
+            for seed in range(SEEDS)
+        ],
+    }
+    everything = [*runs["recall"], *runs["text"]]
+    work = sum(runner.cost(run) for run in everything)
+    with runner.progress_bar(console) as progress:
+        bar = progress.add_task("demo", total=1.06 * work, live="a vocabulary for the text")
+        prepare(task)
+        progress.advance(bar, 0.03 * work)
+        found = runner.run_all(everything, output / "runs", progress, bar)
+        speeds = _speeds(output / "speed.json", runs["recall"][len(VARIANTS)], progress, bar)
+        progress.update(bar, completed=1.06 * work, live="")
+    parts = {"recall": found[: len(runs["recall"])], "text": found[len(runs["recall"]) :]}
+    results = {name: summary.group(VARIANTS, part) for name, part in parts.items()}
+    rows = {name: summary.summarize(results[name], METRICS[name]) for name in results}
+    for name in results:
+        console.print(summary.table(rows[name], name))
+        summary.write(results[name], rows[name], output / name)
+    return write_report(output / "report.html", results, rows, speeds, RECALL, runs)
+
+
+def _speeds(path: Path, run: Run, progress: Progress, bar: Any) -> dict[str, Any]:
+    """Timed alone, after the training; read from the file if it was done before."""
+    if not path.exists():
+        progress.update(bar, live="speed against the peers")
+        milliseconds = speed.operators()
+        save_json(path, {"operators_ms": milliseconds, "training": speed.training(run)})
+    return dict(json.loads(path.read_text()))

@@ -1,0 +1,138 @@
+"""Multi-query associative recall: key-value pairs, then their keys as queries among random tokens.
+
+The data of Arora et al. 2024, "Zoology" (https://arxiv.org/abs/2312.04927, Section 4 and Appendix E): every
+key once, the distance from the pairs to a key's query from a power law, a label at queries only.  Two
+parameters are ours: `passes` presents the pairs again in the same order, as the prompts of "just read twice"
+(Arora et al. 2024, https://arxiv.org/abs/2407.05483) do, and `overwrites` gives some keys again with another
+value, in which case the last value is the answer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from osdn.lab.residual import residual_ratio, scales
+
+IGNORED = -100
+EVALUATION_SEED = 2**31  # training seeds are small numbers
+
+
+@dataclass(frozen=True)
+class RecallTask:
+    """The task and its sizes.
+
+    Args:
+        vocab_size: half of it are keys, half values; filler is drawn from all of it.
+        pairs: keys in a sequence.
+        length: tokens in a sequence.
+        passes: how often the pairs are presented.
+        overwrites: how many of the keys are given again, within every pass, with another value.
+        power: exponent a of the law p(gap) ~ gap ** (a - 1) between the pairs and a query.
+        evaluation: sequences for each accuracy that is reported.
+    """
+
+    vocab_size: int = 256
+    pairs: int = 8
+    length: int = 64
+    passes: int = 2
+    overwrites: int = 0
+    power: float = 0.01
+    evaluation: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("pairs", "passes", "evaluation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.overwrites <= self.pairs:
+            raise ValueError(
+                f"overwrites is {self.overwrites}; it must be between 0 and pairs = {self.pairs}"
+            )
+        if self.context + 2 * self.pairs > self.length:
+            raise ValueError(
+                f"length is {self.length}; {self.passes} passes over {self.pairs} pairs and their queries "
+                f"need {self.context + 2 * self.pairs}"
+            )
+        if self.vocab_size // 2 <= self.pairs + self.overwrites:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}; {self.pairs} keys and {self.pairs + self.overwrites} "
+                f"values need at least {2 * (self.pairs + self.overwrites + 1)}"
+            )
+
+    @property
+    def context(self) -> int:
+        """Tokens before the first query can come."""
+        return 2 * (self.pairs + self.overwrites) * self.passes
+
+    def boundaries(self) -> list[tuple[int, str]]:
+        """Where a sequence changes: a later pass begins, or the queries."""
+        once = self.context // self.passes
+        passes = [(i * once, f"pass {i + 1}") for i in range(1, self.passes)]
+        return [*passes, (self.context, "queries")]
+
+    def sample(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """n sequences: inputs `[n, T]`, and labels `[n, T]` with a query's answer at the query."""
+        pairs, half = self.pairs, self.vocab_size // 2
+        keys = 1 + _distinct(n, half - 1, pairs, generator)  # [n, pairs]; 0 is never a key
+        values = half + _distinct(n, self.vocab_size - half, pairs + self.overwrites, generator)
+        changed = _distinct(n, pairs, self.overwrites, generator)  # which pairs are overwritten
+        once = torch.stack([torch.cat([keys, keys.gather(1, changed)], 1), values], 2)  # [n, pairs, 2]
+        answers = values[:, :pairs].scatter(1, changed, values[:, pairs:])
+
+        space = (self.length - self.context) // 2
+        law = torch.arange(1, space + 1, dtype=torch.float64) ** (self.power - 1)
+        gaps = torch.multinomial(law.expand(n, -1), pairs, generator=generator)  # without replacement
+        inputs = torch.randint(self.vocab_size, (n, self.length), generator=generator)  # filler
+        inputs[:, : self.context] = once.flatten(1).repeat(1, self.passes)
+        queries = self.context + 2 * gaps
+        inputs.scatter_(1, queries, keys)
+        labels = torch.full_like(inputs, IGNORED).scatter_(1, queries, answers)
+        return inputs, labels
+
+    def batches(self, seed: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Training batches without end; the same for every model that is given this seed."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield self.sample(size, generator)
+
+    @torch.no_grad()
+    def evaluate(self, model: Any, seed: int) -> dict[str, Any]:
+        """Accuracy by number of pairs and by pass, and the residual ratio, on sequences nobody trained on."""
+        rows = []
+        for task in self.grid():
+            inputs, labels = task.sample(self.evaluation, _evaluation_generator())
+            asked = labels != IGNORED
+            guesses = model.lm_head(model.model(inputs, use_cache=False).last_hidden_state[asked]).argmax(-1)
+            accuracy = (guesses == labels[asked]).double().mean().item()
+            rows.append({"pairs": task.pairs, "passes": task.passes, "accuracy": accuracy})
+        accuracy = {r["pairs"] / self.pairs: r["accuracy"] for r in rows if r["passes"] == self.passes}
+        prompts, _ = self.sample(32, _evaluation_generator())
+        found = {"accuracy": accuracy[1], "grid": rows, **residual_ratio(model, prompts)}
+        if 2 in accuracy:  # a harder task than the one that was learned
+            found["accuracy_2x"] = accuracy[2]
+        if seed == 0 and model.config.preconditioner is not None:  # one is enough to look at
+            scale = scales(model, prompts[:1]).transpose(0, 1).flatten(1)  # [T, layers * HV * K]
+            found["scale"] = [[round(d, 4) for d in token] for token in scale.tolist()]
+        return found
+
+    def grid(self) -> list["RecallTask"]:
+        """This task with half to four times the pairs, after each pass; lengths grow with the pairs."""
+        found = []
+        for factor in (0.5, 1, 2, 3, 4):
+            pairs, overwrites = max(1, int(self.pairs * factor)), int(self.overwrites * factor)
+            if pairs + overwrites < self.vocab_size // 2:
+                length = max(self.length, self.length * pairs // self.pairs)
+                sizes = {"pairs": pairs, "overwrites": overwrites, "length": length}
+                found += [replace(self, **sizes, passes=n) for n in range(1, self.passes + 1)]
+        return found
+
+
+def _evaluation_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(EVALUATION_SEED)
+
+
+def _distinct(n: int, choices: int, size: int, generator: torch.Generator) -> Tensor:
+    """n draws of `size` different numbers below `choices`, `[n, size]`."""
+    return torch.rand(n, choices, generator=generator).argsort(1)[:, :size]

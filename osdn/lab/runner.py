@@ -1,0 +1,113 @@
+"""Many runs side by side: one process a core, one thread each, and a file a run.
+
+Tiny tensors leave nothing to share between threads, while runs are independent; one thread also makes a
+result independent of how many run.  A finished run is a file named by a hash of its settings, so starting
+again does only what is missing.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from osdn.lab.training import Run, execute
+from osdn.ops import available_backends
+from osdn.records import save_json
+
+REPORT_EVERY = 5  # steps between a worker's messages
+
+
+def file_of(run: Run, folder: Path) -> Path:
+    """Where the result of `run` is, or will be."""
+    settings = json.dumps(run.settings(), sort_keys=True)
+    name = re.sub(r"[^a-z0-9.+]+", "-", run.variant.label)
+    return folder / f"{name}-seed{run.seed}-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.json"
+
+
+def progress_bar(console: Console) -> Progress:
+    """One bar that knows its end; its unit is tokens seen, of which every experiment takes its share."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[live]}"),
+        console=console,
+    )
+
+
+def cost(run: Run) -> int:
+    """What a run adds to the bar."""
+    return run.steps * run.batch * run.task.length
+
+
+def run_all(
+    runs: Sequence[Run], folder: Path, progress: Progress, bar: Any, jobs: int | None = None
+) -> list[dict[str, Any]]:
+    """The results of `runs`, in their order; those with a file in `folder` are read from it."""
+    missing = []
+    for run in runs:
+        if file_of(run, folder).exists():
+            progress.advance(bar, cost(run))
+        else:
+            missing.append(run)
+    if missing:
+        available_backends()  # compile the kernels once, here, rather than in every worker
+        _run_in_processes(missing, folder, progress, bar, min(jobs or os.cpu_count() or 1, len(missing)))
+    return [json.loads(file_of(run, folder).read_text()) for run in runs]
+
+
+def _run_in_processes(runs: Sequence[Run], folder: Path, progress: Progress, bar: Any, jobs: int) -> None:
+    # A forked child of a process that has used OpenMP may hang; a spawned one starts clean.
+    context = multiprocessing.get_context("spawn")
+    messages, stop = context.Queue(), context.Event()
+    pool = ProcessPoolExecutor(jobs, context, _start_worker, (messages, stop))
+    try:
+        waiting: set[Future[None]] = {pool.submit(_work, run, folder) for run in runs}
+        while waiting or not messages.empty():
+            try:
+                label, share, live = messages.get(timeout=0.1)
+                progress.update(bar, advance=share, live=f"{label}: {live}")
+            except Empty:
+                pass
+            for future in [f for f in waiting if f.done()]:
+                future.result()  # raises what the run raised
+                waiting.remove(future)
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(messages: Any, stop: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group; only the parent speaks
+    torch.set_num_threads(1)
+    _worker.update(messages=messages, stop=stop)
+
+
+_worker: dict[str, Any] = {}
+
+
+def _work(run: Run, folder: Path) -> None:
+    label, reported = f"{run.variant.label}, seed {run.seed}", 0
+
+    def on_step(step: int, loss: float, accuracy: float) -> None:
+        nonlocal reported
+        if _worker["stop"].is_set():
+            raise SystemExit
+        if step % REPORT_EVERY == 0 or step == run.steps:
+            share = cost(run) * (step - reported) / run.steps
+            reported = step
+            _worker["messages"].put((label, share, f"loss {loss:.2f}, accuracy {accuracy:.2f}"))
+
+    save_json(file_of(run, folder), execute(run, on_step))

@@ -1,0 +1,95 @@
+"""Results of many runs as one table: means over seeds, and differences to the baseline, seed by seed."""
+
+import csv
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from osdn.lab.statistics import Difference, Estimate, estimate, paired_difference
+from osdn.lab.variants import Variant, baseline_of
+from osdn.records import save_json
+
+COLUMNS = (
+    "variant", "metric", "seeds", "mean", "low", "high",
+    "baseline", "difference", "difference_low", "difference_high", "p_value",
+)  # fmt: skip
+Results = dict[Variant, list[dict[str, Any]]]  # a result a seed, in the seeds' order
+
+
+@dataclass(frozen=True)
+class Row:
+    """A metric of a variant; `difference` is None for the baseline itself."""
+
+    variant: str
+    metric: str
+    value: Estimate
+    baseline: str
+    difference: Difference | None
+
+
+def group(variants: Sequence[Variant], results: Sequence[dict[str, Any]]) -> Results:
+    """Results that were run variant by variant, seed by seed."""
+    seeds = len(results) // len(variants)
+    return {v: list(results[i * seeds : (i + 1) * seeds]) for i, v in enumerate(variants)}
+
+
+def summarize(results: Results, metrics: Sequence[str]) -> list[Row]:
+    """Every metric of every variant."""
+    rows = []
+    for variant, mine in results.items():
+        baseline = baseline_of(variant, list(results))
+        for metric in metrics:
+            values = [result[metric] for result in mine]
+            theirs = [result[metric] for result in results[baseline]]
+            difference = None if variant == baseline else paired_difference(values, theirs)
+            rows.append(Row(variant.label, metric, estimate(values), baseline.label, difference))
+    return rows
+
+
+def table(rows: Sequence[Row], title: str) -> Table:
+    """The rows for a terminal, one line a variant."""
+    metrics = list(dict.fromkeys(row.metric for row in rows))
+    seeds = rows[0].value.seeds
+    found = Table(title=f"{title}, mean of {seeds} seeds [95 %]", title_justify="left", box=box.SIMPLE_HEAD)
+    found.add_column("variant", no_wrap=True)
+    for metric in metrics:
+        found.add_column(metric.replace("_", " "), justify="right", no_wrap=True)
+        found.add_column("difference", justify="right", no_wrap=True)
+    by_variant: dict[str, list[str]] = {}
+    for row in rows:
+        difference = "" if row.difference is None else str(row.difference)
+        by_variant.setdefault(row.variant, []).extend([str(row.value), difference])
+    for variant, cells in by_variant.items():
+        found.add_row(variant, *cells)
+    return found
+
+
+def write(results: Results, rows: Sequence[Row], folder: Path) -> None:
+    """summary.json, summary.csv (a line a variant and metric) and runs.csv (a line a run)."""
+    save_json(folder / "summary.json", {"rows": [asdict(row) for row in rows]})
+    with open(folder / "summary.csv", "w", newline="") as f:
+        out = csv.writer(f)
+        out.writerow(COLUMNS)
+        for r in rows:
+            d = r.difference
+            more = ["", "", "", ""] if d is None else [d.mean, d.low, d.high, d.p_value]
+            value = [r.value.seeds, r.value.mean, r.value.low, r.value.high]
+            out.writerow([r.variant, r.metric, *value, r.baseline, *more])
+    metrics = list(dict.fromkeys(row.metric for row in rows))
+    with open(folder / "runs.csv", "w", newline="") as f:
+        out = csv.writer(f)
+        grid = [f"pairs={g['pairs']} passes={g['passes']}" for g in _first(results).get("grid", [])]
+        out.writerow(["variant", "seed", *metrics, *grid])
+        for variant, mine in results.items():
+            for run in mine:
+                accuracies = [g["accuracy"] for g in run.get("grid", [])]
+                values = [run[metric] for metric in metrics]
+                out.writerow([variant.label, run["settings"]["seed"], *values, *accuracies])
+
+
+def _first(results: Results) -> dict[str, Any]:
+    return next(iter(results.values()))[0]

@@ -1,0 +1,106 @@
+"""The text that is always there: the sources of the running Python's standard library.
+
+A byte-pair vocabulary is trained on them in seconds.  Training and validation are different files (see
+`osdn.training.data`), and the same ones for everybody who runs the same Python.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from osdn.lab.residual import residual_ratio
+from osdn.training.data import load_tokenizer, stdlib_documents, train_tokenizer
+
+PROMPT = "def __init__(self, "
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """Next-token prediction on the corpus that `prepare` left in `folder`.
+
+    Args:
+        folder: where the tokenizer and the tokens are.
+        vocab_size: entries of the byte-pair vocabulary.
+        length: tokens in a sequence.
+        megabytes: how much of the standard library to take.
+        evaluation: validation sequences.
+    """
+
+    folder: str
+    vocab_size: int = 1024
+    length: int = 256
+    megabytes: float = 4.0
+    evaluation: int = 64
+
+    def batches(self, seed: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Windows at random places of the training files; the same for every model given this seed."""
+        tokens = _tokens(self.folder, "train")
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            starts = torch.randint(len(tokens) - self.length, (size, 1), generator=generator)
+            windows = tokens[starts + torch.arange(self.length + 1)]
+            yield windows[:, :-1], windows[:, 1:]
+
+    @torch.no_grad()
+    def evaluate(self, model: Any, seed: int) -> dict[str, Any]:
+        """Validation loss by position, the residual ratio, and a sample."""
+        tokens = _tokens(self.folder, "validation")
+        starts = torch.linspace(0, len(tokens) - self.length - 1, self.evaluation).long()
+        windows = tokens[starts[:, None] + torch.arange(self.length + 1)]
+        losses = [_losses(model, part) for part in windows.split(16)]
+        by_position = torch.cat(losses).double().mean(0)  # [T]
+        return {
+            "loss": by_position.mean().item(),
+            "perplexity": by_position.mean().exp().item(),
+            "loss_by_position": by_position.tolist(),
+            "sample": self.generate(model, seed),
+            **residual_ratio(model, windows[::4, :-1]),
+        }
+
+    def generate(self, model: Any, seed: int) -> str:
+        """What the model writes after a prompt."""
+        tokenizer = load_tokenizer(str(Path(self.folder).resolve()))
+        ids = torch.tensor([tokenizer.encode(PROMPT)])
+        torch.manual_seed(seed)
+        settings: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 40, "max_new_tokens": 96}
+        out = model.generate(ids, eos_token_id=tokenizer.eos_token_id, pad_token_id=0, **settings)
+        return str(tokenizer.decode(out[0]))
+
+
+def prepare(task: TextTask) -> None:
+    """Train the vocabulary and encode the corpus into `task.folder`, unless it is there."""
+    folder = Path(task.folder)
+    if (folder / "validation.npy").exists():  # written last
+        return
+    train = corpus("train", task.megabytes)
+    tokenizer = train_tokenizer(train, task.vocab_size)
+    tokenizer.save_pretrained(folder)
+    for split, texts in (("train", train), ("validation", corpus("validation", task.megabytes / 8))):
+        ids = tokenizer.eos_token.join(texts)
+        np.save(folder / f"{split}.npy", np.array(tokenizer.encode(ids), np.uint16))
+
+
+def corpus(split: str, megabytes: float) -> list[str]:
+    """Files of one split in an order that mixes the library, up to so many megabytes."""
+    texts = list(stdlib_documents(split))
+    random.Random(0).shuffle(texts)
+    sizes = np.cumsum([len(text) for text in texts])
+    return texts[: 1 + int(np.searchsorted(sizes, megabytes * 1e6))]
+
+
+@cache
+def _tokens(folder: str, name: str) -> Tensor:
+    return torch.from_numpy(np.load(Path(folder) / f"{name}.npy").astype(np.int64))
+
+
+def _losses(model: Any, windows: Tensor) -> Tensor:  # [B, T + 1] -> [B, T]
+    logits = model(windows[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.mT, windows[:, 1:], reduction="none")

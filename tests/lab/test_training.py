@@ -1,0 +1,129 @@
+"""Matched starts, repeatable numbers, and the diagnosis against the recurrence itself."""
+
+import math
+
+import pytest
+import torch
+
+from osdn.analysis.capture import capture
+from osdn.lab.recall import RecallTask
+from osdn.lab.residual import residual_ratio, scales
+from osdn.lab.training import Run, build, execute, train, warmup_cosine
+from osdn.lab.variants import ABLATIONS, Variant, baseline_of, sweep
+from osdn.models.presets import VARIANTS
+
+TASK = RecallTask(vocab_size=24, pairs=3, length=21, passes=2, evaluation=7)
+
+
+def small(name, seed=0, **settings):
+    return Run(TASK, Variant(name), seed, **{"width": 16, "steps": 3, "batch": 2, **settings})
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_a_backbone_start_from_the_same_weights(name):
+    plain = baseline_of(Variant(name), [Variant(other) for other in VARIANTS])
+    mine, theirs = build(small(name, seed=5)).state_dict(), build(small(plain.name, seed=5)).state_dict()
+    assert set(theirs) <= set(mine)
+    assert all(torch.equal(mine[key], value) for key, value in theirs.items())
+    other = build(small(name, seed=6)).state_dict()
+    assert not torch.equal(mine["lm_head.weight"], other["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["delta_net", "osgdn-apf", "osdn-apf+d0"])
+def test_same_seed_same_numbers(name):
+    assert execute(small(name)) == execute(small(name))
+
+
+def test_step_size_zero_trains_as_the_plain_model_does():
+    plain = execute(small("delta_net"))
+    still = execute(Run(TASK, Variant("osdn", eta=0.0), 0, width=16, steps=3, batch=2))
+    losses = [[point["loss"] for point in result["curve"]] for result in (still, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert still["q_geo"] == pytest.approx(plain["q_geo"], rel=1e-4)
+
+
+def test_training_lowers_the_loss_of_a_task_that_can_be_learned():
+    task = RecallTask(vocab_size=8, pairs=1, length=8, passes=1, evaluation=64)
+    run = Run(task, Variant("osdn"), 0, width=32, steps=120, batch=32, learning_rate=1e-2)
+    assert execute(run)["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize(
+    "name", ["delta_net", "osdn", "oskda-apf", "osdn+beta-blind", "osdn+retention-0.999"]
+)
+def test_residual_ratio_is_what_the_writes_do(name):
+    model = build(Run(TASK, Variant(name), 0, width=16)).eval()
+    inputs, _ = TASK.sample(3, torch.Generator().manual_seed(1))
+    found = residual_ratio(model, inputs)
+    logs = []
+    for layer in capture(model, input_ids=inputs):
+        p = layer.problem
+        d = torch.ones_like(p.k[:, 0]).double()  # the paper's two recurrences, token by token
+        S = torch.zeros(*p.k.shape[:1], *p.k.shape[2:], p.v.shape[-1], dtype=torch.float64)
+        for t in range(inputs.shape[1]):
+            k, v, beta = p.k[:, t].double(), p.v[:, t].double(), p.beta[:, t, :, None].double()
+            if p.log_decay is not None:
+                S = S * p.log_decay[:, t].double().exp()[..., None]
+            error = v - (S * k[..., None]).sum(-2)
+            S = S + (d * k)[..., None] * (beta * error)[..., None, :]
+            after = v - (S * k[..., None]).sum(-2)
+            logs.append((after.square().sum(-1) / error.square().sum(-1)).log().mean().item())
+            b = beta if p.beta_aware else torch.ones_like(beta)
+            r = (
+                p.retention
+                if isinstance(p.retention, torch.Tensor)
+                else torch.full_like(p.beta, p.retention or 1)
+            )
+            step = p.eta * b * (1 - b * (d * k * k).sum(-1, True)) / (k * k).sum(-1, True) * k * k
+            d = (r[:, t, :, None] * d + step).clamp(*p.bounds)
+    assert found["q_geo"] == pytest.approx(math.exp(sum(logs) / len(logs)), rel=1e-3)
+    assert len(found["log_q"]) == TASK.length
+
+
+def test_scales_of_a_prompt_start_at_one_and_move_by_eta():
+    model = build(Run(TASK, Variant("osdn", eta=0.1), 0, width=16)).eval()
+    found = scales(model, TASK.sample(1, torch.Generator().manual_seed(1))[0])
+    assert found.shape == (2, TASK.length, 2, 8)
+    assert torch.equal(found[:, 0], torch.ones_like(found[:, 0]))
+    assert 0 < (found[:, 1:] - found[:, :-1]).abs().max() <= 0.1
+
+
+def test_sweeps_leave_the_plain_models_alone():
+    found = sweep(["delta_net", "osdn"], [0.1, 1.0], [(0.5, 2.0), (0.25, 4.0)])
+    assert [v.label for v in found] == [
+        "delta_net",
+        "osdn eta=0.1 box=0.5:2",
+        "osdn eta=0.1 box=0.25:4",
+        "osdn eta=1 box=0.5:2",
+        "osdn eta=1 box=0.25:4",
+    ]
+    config = found[2].config(32, vocab_size=50)
+    assert config.preconditioner["eta"] == 0.1
+    assert tuple(config.preconditioner["bounds"]) == (0.25, 4.0)
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_every_ablation_trains(ablation):
+    _, curve = train(small(f"osdn+{ablation}", steps=1))
+    assert math.isfinite(curve[-1]["loss"])
+
+
+@pytest.mark.parametrize("name", ["osdm", "osdn+d1", "delta_net+d0"])
+def test_unknown_names_are_refused(name):
+    with pytest.raises(ValueError, match=r"there is no|does not scale"):
+        Variant(name)
+
+
+def test_the_learning_rate_rises_and_ends_near_zero():
+    rates = [warmup_cosine(step, 100) for step in range(100)]
+    assert rates[0] == 0.1
+    assert max(rates) == rates[10] == 1
+    assert rates[-1] < 0.001

@@ -170,10 +170,11 @@ def test_the_best_free_scale_solves_the_normal_equations():
     assert gradient.abs().max() < 1e-9
 
 
-def test_a_solver_out_of_sweeps_says_so():
-    Q = torch.tensor([[1.0, 0.999], [0.999, 1.0]], dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="did not converge in 2 sweeps"):
-        box_least_squares(Q, torch.tensor([1.0, 1.5], dtype=torch.float64), (-10.0, 10.0), sweeps=2)
+def test_a_solver_out_of_rounds_says_so():
+    p = random_problem(generator(), B=4, T=50, K=9)
+    Q, c = p.s[:, :, 0].mT @ p.s[:, :, 0], p.s[:, :, 0].sum(1)
+    with pytest.raises(RuntimeError, match="did not converge in 1 rounds"):
+        box_least_squares(Q, c, (0.5, 2.0), rounds=1)
 
 
 # ------------------------------------------------------------------------ what the paper says otherwise

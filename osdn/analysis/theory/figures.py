@@ -37,7 +37,7 @@ def draw(config: Config, folder: Path) -> list[Path]:
 def feedback(config: Config) -> Figure:
     """Lemma 1 and the descent corollary."""
     figure, (left, right) = _panels(2)
-    p = random_problem(_generator(config), B=4, T=40, beta=(0.02, 0.98), backend=config.backend)
+    p = random_problem(_generator(config), B=2, T=30, beta=(0.02, 0.98), backend=config.backend)
     inside = run(p)
     wide = run(p.with_(bounds=(0.5, 4.0), initial_scale=3.9 * p.start))
     x = torch.linspace(0, 3.6, 200)

@@ -143,25 +143,40 @@ def best_fixed_scale(problem: Problem, bounds: tuple[float, float] | None) -> Te
 
 
 def box_least_squares(
-    Q: Tensor, c: Tensor, bounds: tuple[float, float], gap: float = 1e-13, sweeps: int = 20_000
+    Q: Tensor, c: Tensor, bounds: tuple[float, float], gap: float = 1e-12, rounds: int = 200
 ) -> Tensor:
-    """argmin over the box of d'Qd / 2 - c'd by coordinate descent, [..., K, K] and [..., K] -> [..., K].
+    """argmin over the box of d'Qd / 2 - c'd by an interior-point method, [..., K, K], [..., K] -> [..., K].
 
-    It stops when <gradient, d - x> <= gap for every x in the box, which bounds how far from optimal d is.
+    It ends when <gradient, d - x> <= gap (1 + |c|) for every x in the box, which bounds how far from optimal
+    d is; a last sweep of coordinate descent puts on a wall what belongs there.
     """
     low, high = bounds
-    d = torch.full_like(c, (low + high) / 2)
+    a = b = torch.full_like(c, (high - low) / 2)  # how far the two walls are
+    lower = upper = c.abs().amax(-1, keepdim=True).expand_as(c) + 1  # the walls' multipliers
+    for _ in range(rounds):
+        gradient = (Q @ (low + a)[..., None])[..., 0] - c
+        downhill = torch.where(gradient > 0, a, -b)  # as far as the box allows
+        if ((gradient * downhill).sum(-1) <= gap * (1 + c.abs().sum(-1))).all():
+            return _sweep(Q, c, low + a, bounds)
+        target = 0.1 * (a * lower + b * upper).mean(-1, keepdim=True) / 2
+        system = Q + (lower / a + upper / b).diag_embed()
+        step = torch.linalg.solve(system, target / a - target / b - gradient)
+        dl, du = target / a - lower - lower / a * step, target / b - upper + upper / b * step
+        shrink = torch.stack([-step / a, step / b, -dl / lower, -du / upper]).amax((0, -1))
+        t = (0.99 / shrink.clamp_min(0.99))[..., None]  # stay inside
+        a, b, lower, upper = a + t * step, b - t * step, lower + t * dl, upper + t * du
+    raise RuntimeError(f"the box-constrained least squares did not converge in {rounds} rounds")
+
+
+def _sweep(Q: Tensor, c: Tensor, d: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """Each coordinate in turn to its best value."""
+    d = d.clone()
     # a channel that no key uses has a zero row: any value is optimal, so leave it
     curvature = Q.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(c.dtype).tiny)
-    for _ in range(sweeps):
-        for i in range(c.shape[-1]):
-            slope = (Q[..., i, :] * d).sum(-1) - c[..., i]
-            d[..., i] = (d[..., i] - slope / curvature[..., i]).clamp(low, high)
-        gradient = (Q @ d[..., None])[..., 0] - c
-        worst = torch.where(gradient > 0, d - low, d - high)  # the farthest the box allows downhill
-        if ((gradient * worst).sum(-1) <= gap * (1 + c.abs().sum(-1))).all():
-            return d
-    raise RuntimeError(f"the box-constrained least squares did not converge in {sweeps} sweeps")
+    for i in range(c.shape[-1]):
+        slope = (Q[..., i, :] * d).sum(-1) - c[..., i]
+        d[..., i] = (d[..., i] - slope / curvature[..., i]).clamp(*bounds)
+    return d
 
 
 def random_problem(

@@ -207,13 +207,17 @@ def _run(
         trainer.add_callback(Diagnostics(trainer, settings.logging.diagnostics_every))
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise TrainingError(f"the device ran out of memory: {error}\n{LESS_MEMORY}") from error
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise TrainingError(f"the device ran out of memory: {error}\n{LESS_MEMORY}") from error
+        raise
     if stop.signal is not None:
-        step = trainer.state.global_step
-        raise SystemExit(
-            f"stopped by {stop.signal.name}; checkpoint-{step} is saved, run the same command to continue"
+        logger.warning(
+            "stopped by %s; checkpoint-%d is saved, run the same command to continue",
+            stop.signal.name,
+            trainer.state.global_step,
         )
+        raise SystemExit(128 + stop.signal)
 
 
 def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
@@ -288,16 +292,18 @@ LESS_MEMORY = "Set training.gradient_checkpointing, a smaller data.seq_len, or f
 def check_memory(config: OSDNConfig, settings: Settings, device: torch.device, devices: int) -> None:
     """Refuse what cannot fit: weights, gradients, AdamW's moments, and what the backward needs of a row."""
     shards = devices if settings.training.parallelism == "fsdp2" else 1
-    weights = 16 * describe(config).parameters / shards
-    block, layers = activation_bytes(config) * settings.data.seq_len, config.num_hidden_layers
-    activations = block * layers
-    if settings.training.gradient_checkpointing:
-        activations = block + 4 * layers * config.hidden_size * settings.data.seq_len
+    weights, activations = 16 * describe(config).parameters / shards, 0.0
     if device.type == "cpu":
         free = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:
         free = torch.cuda.mem_get_info(device)[0]
-        activations /= 2 if settings.training.precision == "bfloat16" else 1
+    if weights < free:
+        block, layers = activation_bytes(config) * settings.data.seq_len, config.num_hidden_layers
+        activations = block * layers
+        if settings.training.gradient_checkpointing:
+            activations = block + 4 * layers * config.hidden_size * settings.data.seq_len
+        if device.type != "cpu" and settings.training.precision == "bfloat16":
+            activations /= 2
     if weights + activations > free:
         raise ValueError(
             f"this run needs at least {weights / 1e9:.1f} GB for weights, gradients and moments and "
@@ -332,7 +338,11 @@ def _prepare(run: Path, settings: Settings) -> Path | None:
     _same_run(run, settings)
     run.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(run / checkpoints.STAGING, ignore_errors=True)
-    good = checkpoints.newest_good(run)
+    good, newest = checkpoints.newest_good(run), checkpoints.checkpoints(run)
+    if good is None and newest:
+        raise ValueError(f"every checkpoint in {run} is damaged; remove them to start again")
+    for damaged in newest[: newest.index(good)] if good else []:
+        damaged.rename(run / f"damaged-{damaged.name}")  # out of the way of those to come
     checkpoints.write_text(run / "config.yaml", settings.to_yaml())
     Metrics.forget(run, after=checkpoints.step_of(good) if good else 0)
     if good is not None:

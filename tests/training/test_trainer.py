@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from osdn import PRESETS, OSDNConfig, OSDNForCausalLM
 from osdn.layers import TokenMixer
 from osdn.models.modeling_osdn import OSDNBlock
-from osdn.ops import reference
+from osdn.ops import precondition_keys
 from osdn.training import trainer as module
 from osdn.training.monitor import Metrics, measure
 from osdn.training.settings import load_settings
 from osdn.training.trainer import PackedTrainer, TrainingError, activation_bytes, check_memory, train
-from tests.training.conftest import start
+from tests.training.conftest import CONFIG
 
 
 def weights(run):
@@ -29,8 +30,6 @@ def weights(run):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, corpus):
     """The directory of the small run, never interrupted."""
-    from tests.training.conftest import CONFIG
-
     path = tmp_path_factory.mktemp("whole")
     content = {"output_dir": str(path / "run"), **CONFIG, "data": {"source": str(corpus), **CONFIG["data"]}}
     (path / "run.json").write_text(json.dumps(content))
@@ -66,7 +65,7 @@ def test_the_metrics_are_those_of_the_recipe(whole):
 
 
 def test_a_step_is_adamw_on_the_mean_loss_of_all_its_tokens(whole, write_config):
-    """Against a loop written out: clipping at 1, no decay on vectors, one mean over the accumulated batches."""
+    """Against a loop written out: clipped at 1, no decay on vectors, one mean over accumulated batches."""
     settings = load_settings(write_config())
     tokenizer = module.load_tokenizer("bytes")
     rows = iter(module.PackedRows(module.load_documents(settings, tokenizer), 96, 40))
@@ -106,8 +105,6 @@ def test_a_run_continued_from_a_checkpoint_ends_with_the_same_weights(write_conf
     train(configs["again"])
     run = tmp_path / "again"
     # as if it had been killed after step 8, while writing the next checkpoint
-    import shutil
-
     shutil.rmtree(run / "model")
     (run / ".writing").mkdir(exist_ok=True)
     (run / "checkpoint-12").rename(run / ".writing" / "checkpoint-12")
@@ -134,6 +131,15 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_continued(write_conf
     assert "checkpoint-12 is damaged (optimizer.pt is not what was written)" in caplog.text
     assert "continuing from" in caplog.text
     assert weights(run) == weights(whole)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_silently_started_anew(write_config, tmp_path):
+    settings = load_settings(write_config(training={"steps": 1}))
+    train(settings)
+    (tmp_path / "run" / "model").rename(tmp_path / "gone")
+    (tmp_path / "run" / "checkpoint-1" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
+        train(settings)
 
 
 def test_a_finished_run_is_left_alone_and_another_is_not_mixed_with_it(write_config, tmp_path, caplog):
@@ -174,9 +180,7 @@ def test_a_step_without_a_finite_gradient_changes_nothing_and_is_counted(write_c
 
 def test_too_many_skipped_steps_stop_the_run_with_the_reason(write_config, monkeypatch, tmp_path):
     poison(monkeypatch, set(range(5, 13)))
-    with pytest.raises(
-        TrainingError, match=r"4 steps had a gradient that is not finite.*max_skipped_steps, 3"
-    ):
+    with pytest.raises(TrainingError, match=r"4 steps had a gradient that is not finite.*steps, 3"):
         train(load_settings(write_config()))
     assert (tmp_path / "run" / "checkpoint-4").exists()
     assert not (tmp_path / "run" / "model").exists()
@@ -194,9 +198,7 @@ def test_vectors_do_not_decay_and_matrices_do(preset, write_config):
 
 
 def test_a_vocabulary_that_is_too_small_is_refused_and_nothing_is_written(write_config, tmp_path):
-    with pytest.raises(
-        ValueError, match="has 257 tokens and the model's vocabulary 100; set model.vocab_size"
-    ):
+    with pytest.raises(ValueError, match="has 257 tokens and the model's vocabulary 100; set"):
         train(load_settings(write_config(model={"vocab_size": 100})))
     assert not (tmp_path / "run").exists()
 
@@ -277,9 +279,7 @@ def test_a_disk_without_room_is_told_and_leaves_the_checkpoints_before_it(write_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PackedTrainer, "_save_checkpoint", full)
         try:
-            with pytest.raises(
-                TrainingError, match=r"checkpoint-8 could not be written .*checkpoint-4 is whole"
-            ):
+            with pytest.raises(TrainingError, match=r"checkpoint-8 could not be .*checkpoint-4 is whole"):
                 train(settings)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -297,9 +297,8 @@ def test_diagnostics_are_the_ratios_of_the_losses_before_and_after_each_write(wr
         block = OSDNBlock(config, 0).double()
         x = torch.randn(1, 23, config.hidden_size, dtype=torch.float64)
         cuts = torch.tensor([0, 9, 23])
-        assert measure(block.attn, x, cuts)["residual_ratio"] == pytest.approx(
-            residual_ratio(block.attn, x, cuts)
-        )
+        expected = residual_ratio(block.attn, x, cuts)
+        assert measure(block.attn, x, cuts)["residual_ratio"] == pytest.approx(expected)
     train(load_settings(write_config(logging={"every": 4, "diagnostics_every": 3}, training={"steps": 4})))
     lines = Metrics.read(tmp_path / "run")
     assert [line["step"] for line in lines] == [3, 4]
@@ -316,16 +315,15 @@ def residual_ratio(mixer: TokenMixer, x, cuts):
         seen.update(kwargs, k=k, v=v, beta=beta)
         raise StopIteration
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(StopIteration):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("osdn.layers.mixers.delta_rule", record)
         patch.setattr("osdn.layers.mixers.online_scaled_delta_rule", record)
-        mixer(x, cu_seqlens=cuts)
+        with pytest.raises(StopIteration):
+            mixer(x, cu_seqlens=cuts)
     k, v, beta, g = (seen[name] for name in ("k", "v", "beta", "log_decay"))
     w = k
     if mixer.preconditioner is not None:
         settings = {key: seen[key] for key in ("eta", "bounds", "beta_aware", "retention", "initial_scale")}
-        from osdn.ops import precondition_keys
-
         w, _ = precondition_keys(k, beta, **settings, cu_seqlens=cuts, backend="reference")
     ratios = []
     for a, b in zip(cuts.tolist(), cuts.tolist()[1:]):

@@ -1,0 +1,107 @@
+"""The packed trainer against a bare loop: the same model, rows and optimizer, forward, backward and step only.
+
+    python benchmarks/training.py
+
+The loop has its rows in memory, logs nothing and saves nothing; it is the most that a trainer can reach.  Both
+run in turn, and the median time of a step counts.
+"""
+
+import argparse
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import TrainerCallback, set_seed
+from transformers.trainer_callback import PrinterCallback
+
+from osdn import OSDNForCausalLM
+from osdn.records import save_json
+from osdn.training.data import load_tokenizer
+from osdn.training.monitor import Metrics
+from osdn.training.packing import PackedRows
+from osdn.training.settings import Settings, load_settings
+from osdn.training.trainer import PackedTrainer, load_documents, training_arguments
+
+WARMUP = 3  # steps that are not counted
+
+
+class Clock(TrainerCallback):
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
+        self.times.append(time.perf_counter())
+
+
+def build(settings: Settings) -> tuple[OSDNForCausalLM, PackedRows]:
+    set_seed(settings.training.seed)
+    model = OSDNForCausalLM(settings.model_config())
+    documents = load_documents(settings, load_tokenizer(settings.data.tokenizer))
+    return model, PackedRows(documents, settings.data.seq_len, settings.data.context_len)
+
+
+def trainer_steps(settings: Settings) -> list[float]:
+    """The seconds of every step of the trainer, logging every step."""
+    model, rows = build(settings)
+    tokenizer, clock = load_tokenizer(settings.data.tokenizer), Clock()
+    arguments = training_arguments(settings, devices=1)
+    trainer = PackedTrainer(settings, rows, model=model, args=arguments, processing_class=tokenizer)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Metrics())
+    trainer.add_callback(clock)
+    trainer.train()
+    return [b - a for a, b in zip(clock.times, clock.times[1:])][WARMUP:]
+
+
+def loop_steps(settings: Settings) -> list[float]:
+    """The seconds of every step of the loop."""
+    model, rows = build(settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.optimizer.learning_rate)
+    accumulation, steps = settings.accumulation(1), settings.training.steps
+    batches = list(islice(rows, steps * accumulation))
+    times = []
+    model.train()
+    for step in range(steps):
+        start = time.perf_counter()
+        for batch in batches[step * accumulation : (step + 1) * accumulation]:
+            inputs = {key: batch[key] for key in ("input_ids", "labels", "cu_seqlens")}
+            (model(**inputs).loss / accumulation).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optimizer.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+    return times[WARMUP:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default="configs/tiny/osdn.yaml")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", default="runs/benchmarks/training.json")
+    options = parser.parse_args()
+    loop: list[float] = []
+    trainer: list[float] = []
+    with tempfile.TemporaryDirectory() as directory:
+        changes = [f"training.steps={options.steps + WARMUP}", "logging.every=1", "optimizer.warmup_steps=1"]
+        for i in range(options.rounds):
+            place = [f"output_dir={directory}/{i}", f"checkpoints.every={options.steps + WARMUP}"]
+            settings = load_settings(options.config, changes + place)
+            loop += loop_steps(settings)
+            trainer += trainer_steps(settings)
+    tokens = settings.training.tokens_per_step
+    rates = {"loop": tokens / median(loop), "trainer": tokens / median(trainer)}
+    share = rates["trainer"] / rates["loop"]
+    print(f"bare loop  {rates['loop']:10,.0f} tokens/s")
+    print(f"trainer    {rates['trainer']:10,.0f} tokens/s, {100 * share:.1f} % of it")
+    result = {"config": options.config, "steps": len(loop), "tokens_per_second": rates, "share": share}
+    print(save_json(Path(options.output), result))
+
+
+if __name__ == "__main__":
+    main()

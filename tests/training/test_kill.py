@@ -1,0 +1,107 @@
+"""A run that is killed, at any moment, continues to the same weights, bit for bit."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from osdn.training import checkpoints
+from osdn.training.monitor import Metrics
+from osdn.training.settings import load_settings
+from osdn.training.trainer import train
+from tests.training.conftest import CONFIG, start
+
+STEPS = 24
+LONG = {"training": CONFIG["training"] | {"steps": STEPS}, "checkpoints": {"every": 2, "keep": 3}}
+
+
+def weights(run):
+    return Path(run, "model", "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, corpus):
+    """The run, never interrupted."""
+    path = tmp_path_factory.mktemp("whole")
+    data = {"source": str(corpus), **CONFIG["data"]}
+    (path / "run.json").write_text(
+        json.dumps({**CONFIG, **LONG, "output_dir": str(path / "run"), "data": data})
+    )
+    train(load_settings(path / "run.json"))
+    return path / "run"
+
+
+def wait_for(condition, process):
+    while not condition():
+        if process.poll() is not None:
+            pytest.fail(f"it ended before it could be stopped:\n{process.stdout.read()}")
+        time.sleep(0.0005)
+
+
+def writing(run):
+    return list(run.glob(".writing/checkpoint-*/*"))
+
+
+def test_killed_while_writing_a_checkpoint_and_continued(write_config, whole, tmp_path):
+    config, run = write_config("killed", **LONG), tmp_path / "killed"
+    process = start(config)
+    wait_for(lambda: checkpoints.checkpoints(run) and writing(run), process)
+    process.kill()
+    process.wait()
+    assert not (run / "model").exists()
+    assert 2 <= checkpoints.step_of(checkpoints.newest_good(run)) < STEPS
+    train(load_settings(config))
+    assert weights(run) == weights(whole)
+    assert not writing(run)
+
+
+def test_sigterm_saves_and_exits_and_the_run_continues(write_config, whole, tmp_path):
+    config, run = write_config("stopped", **LONG), tmp_path / "stopped"
+    process = start(config, "checkpoints.every=1000")
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(Metrics.read(run)) > 3, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    step = checkpoints.step_of(checkpoints.newest_good(run))
+    assert 3 < step < STEPS
+    assert f"stopped by SIGTERM; checkpoint-{step} is saved, run the same command to continue" in output
+    train(load_settings(config))
+    assert weights(run) == weights(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_again_and_again_at_random_moments(write_config, whole, tmp_path, seed):
+    generator = random.Random(seed)
+    config, run = write_config("killed", **LONG), tmp_path / "killed"
+    kills = 0
+    while True:
+        before = len(Metrics.read(run)) if (run / "metrics.jsonl").exists() else 0
+        process = start(config)
+        # some kills come before the first step, the others anywhere in the next steps
+        if kills % 4 != 3:
+            while process.poll() is None and not _progress(run, before):
+                time.sleep(0.001)
+        deadline = time.monotonic() + generator.uniform(0, 1.0)
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if process.poll() is not None:
+            break
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+        for checkpoint in checkpoints.checkpoints(run):
+            assert checkpoints.damage(checkpoint) is None
+    assert process.returncode == 0, process.stdout.read()
+    assert kills > 2
+    assert weights(run) == weights(whole)
+    assert [line["step"] for line in Metrics.read(run)] == list(range(1, STEPS + 1))
+
+
+def _progress(run, before):
+    path = run / "metrics.jsonl"
+    return path.exists() and len(Metrics.read(run)) != before

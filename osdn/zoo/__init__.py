@@ -2,6 +2,7 @@
 
 from osdn.zoo.inner import INNER_OPTIMISERS, InnerOptimiser, inner_step
 from osdn.zoo.mixer import RecurrentMixer
+from osdn.zoo.model import causal_lm
 from osdn.zoo.recurrence import DOMAINS, Input, Recurrence
 from osdn.zoo.recurrences import RECURRENCES
 
@@ -13,5 +14,6 @@ __all__ = [
     "Input",
     "Recurrence",
     "RecurrentMixer",
+    "causal_lm",
     "inner_step",
 ]

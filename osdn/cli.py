@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from osdn.analysis import commands as analysis
 from osdn.lab import commands as lab
 
 app = typer.Typer(help="Online Scaled DeltaNet.", no_args_is_help=True, add_completion=False)
@@ -166,3 +167,5 @@ def tokenizer_train(
 
 app.add_typer(lab.app, name="lab")
 app.command()(lab.demo)
+
+app.command()(analysis.diagnose)

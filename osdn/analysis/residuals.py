@@ -15,9 +15,9 @@ from osdn.analysis.capture import LayerCapture
 from osdn.analysis.theory.runs import Problem, run
 from osdn.ops import precondition_keys
 
-# A residual below a twentieth of its value is negligible: float32 resolves the states' reads to some 1e-7 of
-# the value, so the ratio of two such residuals could not be told from its closed form to 1e-5.
-NEGLIGIBLE = 0.05**2
+# A residual below a fiftieth of its value is negligible: float32 reads a state to some 1e-7 of the value, and
+# below this the ratio of two such residuals is no longer known to 1e-5.
+NEGLIGIBLE = 0.02**2
 FLOOR = 1e-12  # of a ratio in logarithms: float32 resolves a residual to about 1e-6 of what it was
 
 
@@ -56,14 +56,14 @@ def residuals(layer: LayerCapture | Problem) -> Residuals:
 def scale_trajectory(layer: LayerCapture | Problem) -> Tensor:
     """The scale d_t that each token was written with, [B, T, HV, K].
 
-    Phase 1 returns write keys `d * k`, from which `d` cannot be divided out where a key is zero.  A token with
-    `beta = 0`, a key of ones and full retention takes no step, and its write key is the scale itself: one such
-    token after each of the stream's own reads out what that token left.
+    Phase 1 returns write keys `d * k`, from which `d` cannot be divided out where a key is zero.  A token
+    with `beta = 0`, a key of ones and full retention takes no step, and its write key is the scale itself:
+    one such token after each of the stream's own reads out what that token left.
     """
     p = layer.problem if isinstance(layer, LayerCapture) else layer
     beta = p.beta if p.beta_aware else torch.ones_like(p.beta)
     retention = p.retention
-    if isinstance(retention, float):
+    if isinstance(retention, (int, float)):
         retention = torch.full_like(p.beta, retention)
     probed, _ = precondition_keys(
         _alternate(p.k, 1.0),

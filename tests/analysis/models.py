@@ -1,9 +1,21 @@
 """Small models for the tests of this folder."""
 
-import torch
-from torch import nn
-from transformers import KimiLinearConfig, KimiLinearForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from functools import cache
+from pydoc_data import topics
 
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import Tensor, nn
+from transformers import (
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from osdn import OSDNConfig, OSDNForCausalLM
 from tests.models.variants import scatter
 
 
@@ -30,3 +42,29 @@ def kimi_linear() -> nn.Module:
     )  # fmt: skip
     torch.manual_seed(0)
     return scatter(KimiLinearForCausalLM(config)).eval()
+
+
+@cache
+def trained(variant: str, steps: int) -> tuple[OSDNForCausalLM, Tensor]:
+    """A tiny model trained to continue Python's documentation byte by byte, and a passage read twice."""
+    text = torch.tensor(list(" ".join(" ".join(topics.topics.values()).split()).encode()))
+    torch.manual_seed(0)
+    model = OSDNForCausalLM(OSDNConfig.from_preset(f"{variant}-tiny", vocab_size=256))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - 128, (8,))
+        batch = torch.stack([text[i : i + 128] for i in starts])
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    passage = text[7000:7200]
+    return model.eval(), torch.cat([passage, passage])[None]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

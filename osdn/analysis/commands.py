@@ -1,0 +1,78 @@
+"""The commands `osdn diagnose`, `osdn inspect`, `osdn bench` and `osdn report`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+console = Console()
+
+Checkpoint = Annotated[str, typer.Argument(help="A directory or hub name of a causal model.")]
+Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What the user can mend is told in a sentence, without a traceback."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def diagnose(
+    checkpoint: Checkpoint,
+    prompts: Annotated[
+        Path | None, typer.Option(help='A .jsonl with a "text" (and perhaps a "task") a line, or a .txt.')
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="An evaluation task, as fda_twice; may be repeated.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a prompt at most.")] = 2048,
+    device: Device = "cpu",
+    output: Annotated[Path, typer.Option(help="Where diagnosis.json and figures go.")] = Path(
+        "runs/diagnose"
+    ),
+) -> None:
+    """Measure the residual ratio q_t of every write while a model reads prompts.
+
+    Without prompts or tasks, the prompts are passages of Python's own documentation, each read twice.
+    """
+    from osdn.analysis.checkpoints import load_model, load_tokenizer
+    from osdn.analysis.diagnose import diagnose as run
+    from osdn.analysis.figures import draw
+    from osdn.analysis.prompts import select
+    from osdn.analysis.tables import diagnosis_tables, model_name
+    from osdn.records import save_json
+
+    with _plain_errors():
+        tokenizer = load_tokenizer(checkpoint)
+        total, chosen = select(tokenizer, prompts, task or [], count, length)
+        model = load_model(checkpoint, device)
+        name = model_name(model, checkpoint)
+        with _progress() as progress:
+            bar = progress.add_task(f"prompts read by {name}", total=total)
+            result = run(model, chosen, lambda _: progress.advance(bar))
+    settings = {"checkpoint": checkpoint, "model": name, "count": count, "length": length}
+    path = save_json(output / "diagnosis.json", {**result, **settings})
+    draw({name: result}, output)
+    for table in diagnosis_tables(name, result):
+        console.print(table)
+    speed, agreement = result["speed"], result["agreement"]
+    console.print(
+        f"measured and closed-form q_t differ by at most {agreement['largest_difference']:.1e}; "
+        f"{100 * agreement['negligible_share']:.2f} % of the residuals were negligible and left out"
+    )
+    console.print(f"{speed['tokens']:,} tokens at {speed['tokens_per_second']:,.0f} a second; {path}")

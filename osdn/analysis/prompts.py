@@ -1,0 +1,126 @@
+"""Prompts to replay, with the place where the second reading of a repeated context begins.
+
+They come from a file, from an evaluation task, or from the documentation of the running Python, which is
+always there.  A prompt that repeats itself needs no annotation: the lag between two copies of a piece of it
+says where the second copy starts.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain, islice
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOPICS = "topics_twice"
+PROBE = 48  # characters of a piece that is looked for again: longer than chance, shorter than a context
+
+
+@dataclass(frozen=True)
+class Prompt:
+    task: str
+    ids: Tensor  # [T]
+    second_reading: int | None = None  # the token where the context is read again
+
+
+def encode(task: str, text: str, tokenizer: Any, length: int) -> Prompt:
+    """A prompt of at most `length` tokens; of a longer one the last are kept, as an evaluation would."""
+    ids = tokenizer(text, return_tensors="pt").input_ids[0]
+    if len(ids) < 2:
+        raise ValueError(f"a prompt of {task} has {len(ids)} tokens; it needs two: {text[:60]!r}")
+    character = find_second_reading(text)
+    token = 0 if character is None else len(tokenizer(text[:character]).input_ids)
+    token -= max(0, len(ids) - length)
+    return Prompt(task, ids[-length:], token if 0 < token < min(len(ids), length) else None)
+
+
+def find_second_reading(text: str) -> int | None:
+    """The character at which a text starts to repeat what it said; None if it does not.
+
+    >>> find_second_reading("Name? " + 40 * "a1" + 30 * "b-c" + "." + 40 * "a1" + 30 * "b-c" + ". Name:")
+    177
+    """
+    start = len(text) // 4  # inside the first reading, past whatever introduces it
+    probe = text[start : start + PROBE]
+    again = text.find(probe, start + 1)
+    if len(probe) < PROBE or again < len(text) // 3:
+        return None
+    lag = again - start
+    while start > 0 and text[start - 1] == text[start - 1 + lag]:
+        start -= 1
+    return start + lag
+
+
+def topics_twice(tokenizer: Any, count: int, length: int) -> Iterator[Prompt]:
+    """Passages of Python's documentation, each read twice, `length` tokens in all."""
+    text = " ".join(" ".join(topics.topics.values()).split())
+    ids = tokenizer(text, return_tensors="pt").input_ids[0]
+    half = length // 2
+    if half < 1 or len(ids) < count * half:
+        raise ValueError(
+            f"{TOPICS} has {len(ids)} tokens, too few for {count} passages of {half}: ask for less"
+        )
+    for i in range(count):
+        passage = ids[i * (len(ids) // count) :][:half]
+        yield Prompt(TOPICS, torch.cat([passage, passage]), half)
+
+
+def file_prompts(path: Path, tokenizer: Any, length: int) -> Iterator[Prompt]:
+    """Prompts of a file: one of a `.txt`, or one a line of a `.jsonl` with "text" and perhaps "task"."""
+    if path.suffix != ".jsonl":
+        yield encode(path.stem, path.read_text(encoding="utf-8"), tokenizer, length)
+        return
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+                raise ValueError(f'{path}, line {number}: a prompt is an object with a string "text"')
+            yield encode(row.get("task", path.stem), row["text"], tokenizer, length)
+
+
+def task_texts(name: str) -> Iterator[str]:
+    """The prompts of a task of lm_eval; `NAME_twice`, if it has no such task, reads those of NAME twice."""
+    if find_spec("lm_eval") is None:
+        raise ValueError(f'{name} needs lm_eval: pip install "osdn[eval]"; or write prompts to a file')
+    from lm_eval.tasks import TaskManager
+
+    evaluation = find_spec("osdn.evaluation")
+    own = evaluation.submodule_search_locations if evaluation else None
+    manager = TaskManager(include_path=[str(Path(folder)) for folder in own] if own else None)
+    base = name.removesuffix("_twice")
+    known = next((n for n in (name, base) if n in manager.all_tasks), None)
+    if known is None:
+        raise ValueError(f"{name} is not a task of lm_eval; `lm_eval ls tasks` lists them")
+    task = manager.load_task_or_group(known)[known]
+    docs = task.validation_docs() if task.has_validation_docs() else task.test_docs()
+    for doc in docs:
+        text = task.doc_to_text(doc)
+        yield text if known == name else f"{text}\n{text}"
+
+
+def select(
+    tokenizer: Any, file: Path | None, tasks: list[str], count: int, length: int
+) -> tuple[int | None, Iterator[Prompt]]:
+    """How many prompts there are at most, if that is known, and the prompts.
+
+    `count` limits each task; a file is read whole.
+    """
+    if file is not None and tasks:
+        raise ValueError("prompts come from a file or from tasks, not from both")
+    if file is not None:
+        if not file.exists():
+            raise FileNotFoundError(f"{file} does not exist")
+        return None, file_prompts(file, tokenizer, length)
+    tasks = tasks or [TOPICS]
+    sources = [
+        topics_twice(tokenizer, count, length)
+        if task == TOPICS
+        else islice((encode(task, text, tokenizer, length) for text in task_texts(task)), count)
+        for task in tasks
+    ]
+    return count * len(tasks), chain.from_iterable(sources)

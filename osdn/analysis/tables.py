@@ -1,0 +1,65 @@
+"""Results as tables for the terminal, the paper's figures beside them where the model is one of its own."""
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from torch import nn
+
+from osdn.analysis.paper import RESIDUAL_RATIOS
+from osdn.models import OSDNForCausalLM, describe
+
+
+def model_name(model: nn.Module, path: str) -> str:
+    """The preset a model was made from, or the last part of its path."""
+    preset = describe(model).preset if isinstance(model, OSDNForCausalLM) else None
+    return preset or path.rstrip("/").rpartition("/")[2]
+
+
+def diagnosis_tables(name: str, result: dict[str, Any]) -> list[Table]:
+    """The residual ratios by task, and by layer."""
+    paper = RESIDUAL_RATIOS.get(name, {})
+    tasks = {"all": result["all"], **(result["tasks"] if len(result["tasks"]) > 1 else {})}
+    table = _table(f"Residual ratio of {name}, ± half of the 95 % interval over prompts")
+    table.add_column("")
+    columns = ["q_geo", "q_arith", "1st reading", "2nd reading", "writes", "paper"]
+    for column in columns if paper else columns[:-1]:
+        table.add_column(column, justify="right")
+    for task, row in tasks.items():
+        cells = [_cell(row[key]) for key in ("q_geo", "q_arith", "first_reading", "second_reading")]
+        theirs = paper.get("q_geo" if task == "all" else task)
+        shown = [] if not paper else ["–" if theirs is None else f"{theirs:.3f}"]
+        label = task if task != "all" else ", ".join(result["tasks"]) if len(result["tasks"]) == 1 else "all"
+        table.add_row(label, *cells, f"{row['measurements']:,}", *shown)
+    return [table, _layers(result)]
+
+
+def _layers(result: dict[str, Any]) -> Table:
+    table = _table("By layer")
+    for column in ("layer", "q_geo", "lowest head", "highest head"):
+        table.add_column(column, justify="right")
+    scale = result["scale"]
+    if scale:
+        for column in ("scale from", "to", "% at the box"):
+            table.add_column(column, justify="right")
+    for i, (q, heads) in enumerate(zip(result["all"]["by_layer"], result["all"]["by_layer_and_head"])):
+        known = [h for h in heads if h is not None]
+        cells = [_number(x) for x in (q, min(known, default=None), max(known, default=None))]
+        if scale:
+            low, high = scale["range"][i]
+            bound = 100 * sum(scale["share_bound_by_head"][i]) / len(scale["share_bound_by_head"][i])
+            cells += [f"{low:.3f}", f"{high:.3f}", f"{bound:.2f}"]
+        table.add_row(str(i), *cells)
+    return table
+
+
+def _cell(q: dict[str, float] | None) -> str:
+    return "–" if q is None else f"{q['value']:.3f} ± {(q['high'] - q['low']) / 2:.3f}"
+
+
+def _number(x: float | None) -> str:
+    return "–" if x is None else f"{x:.3f}"
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

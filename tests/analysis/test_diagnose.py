@@ -1,0 +1,174 @@
+"""The diagnostic: its averages against a plain computation, prompts, the command, what it leaves behind."""
+
+import gc
+import json
+import statistics
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from osdn import OSDNForCausalLM
+from osdn.analysis.capture import capture
+from osdn.analysis.diagnose import BINS, diagnose
+from osdn.analysis.prompts import Prompt, encode, find_second_reading, select
+from osdn.analysis.residuals import residuals, scale_trajectory
+from osdn.cli import app
+from osdn.models import save_flash_linear_attention
+from tests.analysis.models import byte_tokenizer, kimi_linear, qwen3_next
+from tests.models.variants import make, tokens
+
+
+def prompts(*lengths: int, task: str = "a") -> list[Prompt]:
+    return [Prompt(task, tokens(T, seed=T), T // 3) for T in lengths]
+
+
+def plain_geometric_mean(values: torch.Tensor) -> float:
+    return statistics.geometric_mean(values.tolist())
+
+
+def test_averages_are_those_of_all_measurements():
+    model = make("osdn")
+    read = [*prompts(31, 44), *prompts(52, task="b")]
+    result = diagnose(model, iter(read))
+    q, position, layer, second = [], [], [], []
+    for prompt in read:
+        for i, c in enumerate(capture(model, input_ids=prompt.ids[None])):
+            r = residuals(c)
+            keep = ~r.negligible
+            t = torch.arange(len(prompt.ids))[None, :, None].expand_as(r.q)
+            q.append(r.q[keep])
+            position.append((t / len(prompt.ids))[keep])
+            second.append((t >= prompt.second_reading)[keep])
+            layer.append(torch.full_like(q[-1], i))
+    q, position, layer, second = (torch.cat(x) for x in (q, position, layer, second))
+    everything = result["all"]
+    close = {"rel": 1e-4}
+    assert everything["q_geo"]["value"] == pytest.approx(plain_geometric_mean(q), **close)
+    assert everything["q_arith"]["value"] == pytest.approx(float(q.double().mean()), **close)
+    assert everything["second_reading"]["value"] == pytest.approx(plain_geometric_mean(q[second]), **close)
+    assert everything["first_reading"]["value"] == pytest.approx(plain_geometric_mean(q[~second]), **close)
+    assert everything["by_layer"][1] == pytest.approx(plain_geometric_mean(q[layer == 1]), **close)
+    last = q[position >= (BINS - 1) / BINS]
+    assert everything["by_position"][-1]["value"] == pytest.approx(plain_geometric_mean(last), **close)
+    assert everything["measurements"] == (31 + 44 + 52) * 2 * 3
+    assert everything["prompts"] == 3
+    assert list(result["tasks"]) == ["a", "b"]
+    assert result["agreement"]["largest_difference"] < 1e-5
+
+
+def test_the_interval_holds_the_value_and_is_nothing_for_equal_prompts():
+    model = make("gdn")
+    q = diagnose(model, prompts(20, 21, 22, 23))["all"]["q_geo"]
+    assert q["low"] < q["value"] < q["high"]
+    q = diagnose(model, prompts(20, 20, 20))["all"]["q_geo"]
+    assert q["low"] == pytest.approx(q["value"])
+    assert q["high"] == pytest.approx(q["value"])
+
+
+def test_the_scale_and_where_the_box_binds():
+    model, read = make("osdn-apf"), prompts(64)
+    scale = diagnose(model, read)["scale"]
+    for i, c in enumerate(capture(model, input_ids=read[0].ids[None])):
+        d = scale_trajectory(c)[0]  # [T, H, K]
+        low, high = scale["bounds"]
+        share = ((d <= low) | (d >= high)).double().mean()
+        assert share > 0  # the test model is made to get there
+        assert sum(scale["share_bound_by_head"][i]) / 3 == pytest.approx(float(share))
+        assert scale["range"][i] == pytest.approx((float(d.min()), float(d.max())))
+        assert scale["mean"][i][0] == pytest.approx(float(d[:4].mean()), rel=1e-6)  # 64 tokens, 20 bins
+    assert diagnose(make("kda"), read)["scale"] is None
+
+
+@pytest.mark.parametrize("make_model", [qwen3_next, kimi_linear])
+def test_models_of_transformers_are_diagnosed(make_model):
+    result = diagnose(make_model(), prompts(30, 33))
+    assert 0 < result["all"]["q_geo"]["value"] < 1
+    assert result["agreement"]["largest_difference"] < 1e-5
+
+
+def test_the_second_reading_is_found_without_annotation():
+    context = " ".join(f"The value of item {i} is {i * i % 97}." for i in range(40))
+    for before, between, after in [("", "\n", ""), ("About item 7. ", "\n", " Item 7:"), ("", " ", "")]:
+        text = before + context + between + context + after
+        assert find_second_reading(text) == len(before + context + between)
+    assert find_second_reading(context) is None
+    assert find_second_reading("short") is None
+    assert find_second_reading(100 * "a" + context) is None
+
+
+def test_a_long_prompt_keeps_its_end():
+    tokenizer = byte_tokenizer()
+    context = " ".join(f"The value of item {i} is {i * i % 97}." for i in range(40))
+    text = f"{context}\n{context}"
+    whole = encode("t", text, tokenizer, 10_000)
+    assert whole.second_reading == len(context) + 1
+    cut = encode("t", text, tokenizer, len(context) + 100)
+    assert len(cut.ids) == len(context) + 100
+    assert tokenizer.decode(cut.ids) == text[-len(cut.ids) :]
+    assert cut.second_reading == 100
+    assert encode("t", text, tokenizer, 50).second_reading is None
+
+
+def test_prompts_come_from_one_place():
+    with pytest.raises(ValueError, match="not from both"):
+        select(byte_tokenizer(), object(), ["fda_twice"], 1, 8)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A model of ours and one in flash-linear-attention's format, each with a tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    make("osdn-apf", vocab_size=300).save_pretrained(folder / "ours")
+    save_flash_linear_attention(make("gdn", vocab_size=300), folder / "fla")
+    for name in ("ours", "fla"):
+        byte_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+def test_the_command_writes_its_result_and_figures(checkpoints, tmp_path):
+    for name in ("ours", "fla"):
+        out = tmp_path / name
+        options = ["--count", "2", "--length", "90", "--output", str(out)]
+        done = CliRunner().invoke(app, ["diagnose", str(checkpoints / name), *options])
+        assert done.exit_code == 0, done.output
+        assert "q_geo" in done.output
+        result = json.loads((out / "diagnosis.json").read_text())
+        assert result["tasks"]["topics_twice"]["prompts"] == 2
+        assert result["all"]["boundary"] == 0.5
+        assert result["versions"]["torch"]
+        figures = {path.name for path in out.glob("*.svg")}
+        assert figures == {"contraction.svg", "tasks.svg", "heads.svg", *(["scale.svg"] * (name == "ours"))}
+
+
+def test_the_command_reads_prompts_from_a_file(checkpoints, tmp_path):
+    file = tmp_path / "mine.jsonl"
+    rows = [{"text": "some words " * 9}, {"text": "others " * 9, "task": "other"}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    out = ["--output", str(tmp_path)]
+    done = CliRunner().invoke(app, ["diagnose", str(checkpoints / "ours"), "--prompts", str(file), *out])
+    assert done.exit_code == 0, done.output
+    assert set(json.loads((tmp_path / "diagnosis.json").read_text())["tasks"]) == {"mine", "other"}
+    file.write_text('{"question": 1}\n')
+    done = CliRunner().invoke(app, ["diagnose", str(checkpoints / "ours"), "--prompts", str(file), *out])
+    assert done.exit_code == 1
+    assert "line 1" in done.output
+
+
+def test_what_cannot_be_loaded_is_said_in_a_sentence(tmp_path):
+    done = CliRunner().invoke(app, ["diagnose", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "no tokenizer" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_memory_does_not_grow_with_the_number_of_prompts():
+    model = OSDNForCausalLM(make("osdn").config).eval()
+    seen = []
+
+    def count(prompt: Prompt) -> None:
+        gc.collect()
+        seen.append(sum(x.numel() for x in gc.get_objects() if type(x) is torch.Tensor))
+
+    diagnose(model, (p for _ in range(6) for p in prompts(40)), count)
+    assert max(seen[2:]) - seen[1] <= 6 * (BINS + 2) * 5  # a row of sums a prompt

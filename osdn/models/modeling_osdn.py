@@ -129,21 +129,12 @@ class OSDNModel(OSDNPreTrainedModel):
             raise ValueError("pass either input_ids or inputs_embeds")
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         B, T, _ = x.shape
-        cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
-        mask = None if cu_seqlens is not None else _padding(attention_mask, T)
-        if cu_seqlens is None and mask is None:
-            cu_seqlens = _packed(position_ids, B, T)
-        elif cu_seqlens is not None:
-            checks.sequence_count(cu_seqlens, B)
-        past_key_values = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
-
-        tokens = None
-        if mask is not None:  # gather the tokens of all rows into one
-            tokens = mask.flatten().nonzero()[:, 0]
-            cu_seqlens = F.pad(mask.sum(1).cumsum(0), (1, 0))
-            x = x.flatten(0, 1)[tokens][None]
-        elif cu_seqlens is not None:
-            x = x.reshape(1, B * T, -1)
+        if cu_seqlens is None:
+            cu_seqlens = kwargs.get("cu_seq_lens_q")
+        tokens, cu_seqlens, packed = _layout(B, T, attention_mask, position_ids, cu_seqlens)
+        past_key_values = self._cache(past_key_values, use_cache, packed)
+        if cu_seqlens is not None:  # one row of all sequences
+            x = x.reshape(1, B * T, -1) if tokens is None else x.flatten(0, 1)[tokens][None]
 
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -274,26 +265,41 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
         return loss / ((labels != IGNORED_LABEL).sum() if num_items is None else num_items)
 
 
-def _padding(attention_mask: Tensor | None, T: int) -> Tensor | None:
-    """The mask `[B, T]` of tokens that are not padding, or None if all are."""
-    if attention_mask is None:
-        return None
-    if attention_mask.ndim != 2 or attention_mask.shape[1] < T:
-        raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)}; it must be [B, ≥ {T}], 0 at padding"
+def _layout(
+    B: int, T: int, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """How the batch is laid out as one row.
+
+    Returns:
+        the places of the tokens that are not padding, None for all of them; the boundaries of the sequences
+        when these tokens are laid end to end, None if the batch is a plain one; whether a row of the batch
+        holds several sequences.
+    """
+    if cu_seqlens is not None:
+        checks.sequence_count(cu_seqlens, B)
+        return None, cu_seqlens, True
+    tokens = cuts = None
+    if attention_mask is not None:
+        if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+            raise ValueError(
+                f"attention_mask has shape {list(attention_mask.shape)}; it must be [{B}, {T} or more], 0 at padding"
+            )
+        mask = attention_mask[:, -T:] != 0
+        if not bool(mask.all()):
+            tokens, cuts = mask.flatten().nonzero()[:, 0], F.pad(mask.sum(1).cumsum(0), (1, 0))
+    if T > 1 and position_ids is not None and position_ids.shape == (B, T):
+        positions, rows = (
+            position_ids.flatten(),
+            torch.arange(B, device=position_ids.device).repeat_interleave(T),
         )
-    mask = attention_mask[:, -T:] != 0
-    return None if bool(mask.all()) else mask
-
-
-def _packed(position_ids: Tensor | None, B: int, T: int) -> Tensor | None:
-    """Boundaries of the sequences in the rows, laid end to end, if positions start again within a row."""
-    if position_ids is None or position_ids.shape != (B, T) or T == 1:
-        return None
-    starts = F.pad(position_ids.diff() != 1, (1, 0), value=True)
-    if not bool(starts[:, 1:].any()):
-        return None
-    return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=B * T)
+        if tokens is not None:
+            positions, rows = positions[tokens], rows[tokens]
+        restarts = (positions.diff() != 1) & (rows.diff() == 0)
+        if bool(restarts.any()):
+            if cuts is None:
+                cuts = torch.arange(0, B * T + 1, T, device=positions.device)
+            return tokens, torch.cat([cuts, restarts.nonzero()[:, 0] + 1]).unique(), True
+    return tokens, cuts, False
 
 
 def _spread(x: Tensor, tokens: Tensor | None, B: int, T: int) -> Tensor:

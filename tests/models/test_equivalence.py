@@ -109,6 +109,16 @@ def test_positions_may_restart_in_every_row_of_a_batch():
 
 
 @torch.no_grad()
+def test_a_padded_batch_may_be_packed_as_well():
+    model, ids = make("oskda-apf"), tokens(2, 8)
+    positions = torch.tensor([[0, 0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0, 0]])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]])
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    for row, (a, b) in [(0, (1, 4)), (0, (4, 8)), (1, (0, 6))]:
+        close(logits[row, a:b], model(ids[row : row + 1, a:b]).logits[0], 1e-4)
+
+
+@torch.no_grad()
 def test_embeddings_may_take_the_place_of_tokens():
     model, ids = make("oskda-apf"), tokens(2, 6)
     assert torch.equal(model(inputs_embeds=model.model.embeddings(ids)).logits, model(ids).logits)
@@ -159,6 +169,8 @@ def test_inputs_that_cannot_be_are_refused_with_the_reason():
         model()
     with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 3\]"):
         model(ids, attention_mask=torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"it must be \[2, 5 or more\]"):
+        model(ids, attention_mask=torch.ones(2, 1, 5, 5))
     with pytest.raises(ValueError, match="so B must be 1; it is 2"):
         model(ids, cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="must end at the number of tokens, 5"):

@@ -150,10 +150,17 @@ def _sweep(names: Sequence[str], etas: Sequence[float], boxes: Sequence[str]) ->
     from osdn.lab.variants import sweep
 
     try:
-        bounds = [(float(low), float(high)) for low, high in (text.split(":") for text in boxes)]
-        return sweep(names, etas, bounds)
+        return sweep(names, etas, [_bounds(box) for box in boxes])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _bounds(box: str) -> tuple[float, float]:
+    low, _, high = box.partition(":")
+    try:
+        return float(low), float(high)
+    except ValueError:
+        raise ValueError(f"box is {box!r}; it must be two numbers, as 0.5:2") from None
 
 
 def _experiment(

@@ -19,7 +19,7 @@ from osdn.lab.variants import Variant
 COLORS = ("#4c566a", "#2a6fbb", "#c8641e", "#3a8f5a", "#8e5aa8", "#b23a48", "#8a7a2d", "#4aa3a3", "#777777")
 STYLE = {
     "font.family": "sans-serif",
-    "font.size": 9,
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -57,9 +57,9 @@ def accuracy_by_pairs(results: Results) -> Figure:
         )
     trained = _any(results)["settings"]["task"]["pairs"]
     axes.axvline(trained, color="0.7", linewidth=0.8, linestyle="--")
-    axes.annotate("trained", (trained, 0.01), xycoords=("data", "axes fraction"), fontsize=7, color="0.4")
+    axes.annotate("trained", (trained, 0.01), xycoords=("data", "axes fraction"), fontsize=8, color="0.4")
     axes.set_ylim(0, 1.02)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=8)
     return figure
 
 
@@ -79,7 +79,7 @@ def residual_by_position(
     _bands(axes, results, lambda r: middles, binned)
     for position, text in boundaries:
         axes.axvline(position, color="0.6", linewidth=0.8, linestyle="--")
-        axes.annotate(text, (position, 1.0), xycoords=("data", "axes fraction"), fontsize=7, color="0.4",
+        axes.annotate(text, (position, 1.0), xycoords=("data", "axes fraction"), fontsize=8, color="0.4",
                       xytext=(2, -8), textcoords="offset points")  # fmt: skip
     return figure
 
@@ -115,7 +115,7 @@ def step_size_sweep(results: Results, metric: str, label: str) -> Figure:
                       linewidth=1.2, capsize=2, label=label)  # fmt: skip
     smallest = min((e for points in lines.values() for e, _ in points if e > 0), default=1e-3)
     axes.set_xscale("symlog", linthresh=smallest, linscale=0.5)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=8)
     return figure
 
 
@@ -130,7 +130,7 @@ def scale_heat_map(scale: Any, title: str, tokens: Sequence[tuple[int, str]] = (
     for position, text in tokens:
         axes.axvline(position - 0.5, color="0.3", linewidth=0.8, linestyle="--")
         axes.annotate(
-            text, (position, 0), fontsize=7, color="0.2", xytext=(2, -8), textcoords="offset points"
+            text, (position, 0), fontsize=8, color="0.2", xytext=(2, -8), textcoords="offset points"
         )
     figure.colorbar(image, ax=axes, label="scale d", fraction=0.05)
     return figure

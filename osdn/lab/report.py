@@ -126,7 +126,7 @@ def _table(rows: Sequence[Row], title: str) -> str:
 
 def _split(text: str) -> str:
     mean, _, interval = text.partition(" ")
-    return f"{mean} <small>{interval}</small>"
+    return f"{mean}<br><small>{interval}</small>"
 
 
 def _heat_maps(recall: Results, task: RecallTask) -> list[tuple[Figure, str]]:
@@ -211,14 +211,14 @@ CAPTIONS = {
     "pairs": "After training, by how many pairs there are to remember and how often they were presented. The "
     "dashed line is what the models were trained on.",
     "residual": "The share of a token's own error that its write leaves, f(after) / f(before): geometric "
-    "mean over layers, heads and prompts, as in the paper's Figure “Direct theorem-facing residual contraction”. "
-    "Bands are intervals over seeds.",
+    "mean over layers, heads and prompts, as in the paper's Figure “Direct theorem-facing residual "
+    "contraction”. Bands are intervals over seeds.",
     "residual on text": "The same on held-out text, where nothing is repeated on purpose.",
     "text": "Training loss on Python's standard library, nats a token.",
     "position": "Loss on held-out files by position: further into the text, the state knows more of it.",
 }
 NOT_SHOWN = """
-<p>What it does not show: these models have a few hundred thousand weights and trained for seconds. The paper
+<p>What it does not show: these models are tiny and trained for seconds. The paper
 reports its gains at 340 million weights and 10 billion tokens, from single seeds. A lower residual ratio is a
 statement about each token's own write; it does not say that earlier associations survive it, and it need not
 come with better recall. Intervals from few seeds are narrower than they should be, which is why a difference

@@ -69,8 +69,10 @@ def run_all(
 
 
 def _run_in_processes(runs: Sequence[Run], folder: Path, progress: Progress, bar: Any, jobs: int) -> None:
-    # A forked child of a process that has used OpenMP may hang; a spawned one starts clean.
-    context = multiprocessing.get_context("spawn")
+    # A forked child of a process that has used OpenMP may hang.  The server has only imported: it forks
+    # clean workers, and imports for all of them once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "osdn.lab.text"])
     messages, stop = context.Queue(), context.Event()
     pool = ProcessPoolExecutor(jobs, context, _start_worker, (messages, stop))
     try:

@@ -169,3 +169,4 @@ app.add_typer(lab.app, name="lab")
 app.command()(lab.demo)
 
 app.command()(analysis.diagnose)
+app.add_typer(analysis.bench, name="bench")

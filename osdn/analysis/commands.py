@@ -76,3 +76,81 @@ def diagnose(
         f"{100 * agreement['negligible_share']:.2f} % of the residuals were negligible and left out"
     )
     console.print(f"{speed['tokens']:,} tokens at {speed['tokens_per_second']:,.0f} a second; {path}")
+
+
+bench = typer.Typer(help="Timings.", no_args_is_help=True)
+Output = Annotated[Path, typer.Option(help="Folder of the results.")]
+
+
+@bench.callback()
+def bench_main() -> None:
+    """Timings: each compares within one process, on an idle machine."""
+
+
+@bench.command("throughput")
+def bench_throughput(
+    models: Annotated[
+        list[str] | None, typer.Argument(help="Presets, or a size for all of its presets: 340m, tiny, 1.3b.")
+    ] = None,
+    device: Device = "cpu",
+    output: Output = Path("runs/bench"),
+) -> None:
+    """Prefill and greedy decoding by the paper's protocol, all variants back to back."""
+    from osdn.analysis.tables import throughput_table
+    from osdn.analysis.throughput import REPEATS, WARM_UPS, throughput
+    from osdn.models import PRESETS
+    from osdn.records import save_json
+
+    with _plain_errors():
+        asked = models or ["340m"]
+        names = [name for m in asked for name in PRESETS if name == m or name.endswith(f"-{m}")]
+        if unknown := [m for m in asked if not any(n == m or n.endswith(f"-{m}") for n in PRESETS)]:
+            raise ValueError(
+                f"there is no preset or size {', '.join(unknown)}; presets: {', '.join(PRESETS)}"
+            )
+        with _progress() as progress:
+            bar = progress.add_task("throughput", total=len(names) * (WARM_UPS + REPEATS))
+
+            def advance(name: str) -> None:
+                progress.update(bar, advance=1, description=name)
+
+            result = throughput(names, device=device, progress=advance)
+    path = save_json(output / "throughput.json", result)
+    console.print(throughput_table(result))
+    console.print(str(path))
+
+
+@bench.command("ops")
+def bench_ops(
+    quick: Annotated[bool, typer.Option(help="Only the main table and decoding.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds a table.")] = 9,
+    device: Device = "cpu",
+    output: Output = Path("runs/bench"),
+) -> None:
+    """The operators against their peers."""
+    if device != "cpu":
+        _script("gpu", ["--output", str(output)])
+        return
+    from osdn.analysis.bench_ops import run
+
+    run(quick, rounds, output)
+
+
+@bench.command("training")
+def bench_training(output: Output = Path("runs/bench")) -> None:
+    """The packed trainer against a bare loop."""
+    _script("training", ["--output", str(output / "training.json")])
+
+
+def _script(name: str, arguments: list[str]) -> None:
+    """Runs one of the scripts in `benchmarks/`, which come with the source, not with the wheel."""
+    import runpy
+    import sys
+    from unittest.mock import patch
+
+    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
+    with _plain_errors():
+        if not path.exists():
+            raise FileNotFoundError(f"benchmarks/{name}.py is not there: run this in a checkout that has it")
+    with patch.object(sys, "argv", [str(path), *arguments]):
+        runpy.run_path(str(path), run_name="__main__")

@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 from torch import nn
 
-from osdn.analysis.paper import RESIDUAL_RATIOS
+from osdn.analysis.paper import RESIDUAL_RATIOS, THROUGHPUT
 from osdn.models import OSDNForCausalLM, describe
 
 
@@ -32,6 +32,40 @@ def diagnosis_tables(name: str, result: dict[str, Any]) -> list[Table]:
         label = task if task != "all" else ", ".join(result["tasks"]) if len(result["tasks"]) == 1 else "all"
         table.add_row(label, *cells, f"{row['measurements']:,}", *shown)
     return [table, _layers(result)]
+
+
+def throughput_table(result: dict[str, Any]) -> Table:
+    """The paper's throughput table with ours on the left and theirs on the right."""
+    table = _table(
+        f"{result['prefill']:,} tokens of prompt and {result['decode']} generated, {result['device']}, "
+        f"{result['dtype']}; the paper's on an H100 in bfloat16"
+    )
+    table.add_column("model")
+    for column in ("tokens/s", "prefill ms", "decode ms", "Δ %", "paired Δ %", "MiB", "paper", "its Δ %"):
+        table.add_column(column, justify="right")
+    for row in result["rows"]:
+        theirs = THROUGHPUT.get(row["model"])
+        table.add_row(
+            row["model"],
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['prefill_ms']:,.0f}",
+            f"{row['decode_ms']:,.0f}",
+            _change(row.get("change")),
+            _change(row.get("paired_change")),
+            f"{row['state_mib']:.3f}",
+            f"{theirs[0]:.1f}" if theirs else "–",
+            _change(theirs[2]) if theirs else "–",
+            end_section=row is not result["rows"][-1] and _last_of_backbone(result["rows"], row),
+        )
+    return table
+
+
+def _last_of_backbone(rows: list[dict[str, Any]], row: dict[str, Any]) -> bool:
+    return rows[rows.index(row) + 1]["baseline"] is None
+
+
+def _change(percent: float | None) -> str:
+    return "–" if percent is None else f"{percent:+.1f}"
 
 
 def _layers(result: dict[str, Any]) -> Table:

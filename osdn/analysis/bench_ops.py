@@ -1,0 +1,255 @@
+"""The operators against their peers, side by side in one process.
+
+    osdn bench ops            # everything, about six minutes on two cores
+    osdn bench ops --quick    # the main table only
+
+Every contender is run once a round, round after round, so that a slow spell of the machine hits them all;
+the table shows the best and the median round.  The limit is the arithmetic the recurrence cannot avoid, 6 K V
+operations a token and head forward and 20 K V forward and backward, at the speed `torch.mm` reaches in the
+same rounds.  Results go to runs/bench/ops.json and ops.svg.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+from osdn.analysis import paper_form
+from osdn.ops import available_backends, delta_rule, online_scaled_delta_rule
+from osdn.records import save_json
+
+console = Console(width=None if sys.stdout.isatty() else 110)
+Call = Callable[[], Any]
+SEED = 0
+MM = 1024  # the limit's speed is that of a float32 product of two MM x MM matrices
+
+
+class Problem:
+    """One set of inputs, with and without gradients."""
+
+    def __init__(self, B: int, T: int, H: int, K: int, V: int):
+        generator = torch.Generator().manual_seed(SEED)
+        self.shape = {"B": B, "T": T, "H": H, "K": K, "V": V}
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        q, k = F.normalize(randn(B, T, H, K), dim=-1), F.normalize(randn(B, T, H, K), dim=-1)
+        self.inputs = (q, k, randn(B, T, H, V), randn(B, T, H).sigmoid())
+        self.decay = -randn(B, T, H).exp() / 10
+        self.channel_decay = -randn(B, T, H, K).exp() / 10
+        self.retention = (randn(B, T, H) + 5).sigmoid()
+        self.state, self.scale = randn(B, H, K, V), torch.ones(B, H, K)
+        self.grad = randn(B, T, H, V)
+        self.leaves = [x.clone().requires_grad_() for x in self.inputs]
+
+    def macs(self) -> int:
+        s = self.shape
+        return s["B"] * s["T"] * s["H"] * s["K"] * s["V"]
+
+
+def contenders(
+    p: Problem, compiled: bool = False, chunkwise: bool = True, slow: bool = True
+) -> dict[str, Any]:
+    """name -> function of (q, k, v, beta) that returns the outputs, for sequences."""
+    variants: dict[str, Any] = {
+        "delta_net": lambda b, *x: delta_rule(*x, backend=b)[0],
+        "osdn": lambda b, *x: online_scaled_delta_rule(*x, backend=b)[0],
+        "osdn-apf": lambda b, *x: online_scaled_delta_rule(*x, retention=p.retention, backend=b)[0],
+        "gdn": lambda b, *x: delta_rule(*x, log_decay=p.decay, backend=b)[0],
+        "osgdn": lambda b, *x: online_scaled_delta_rule(*x, log_decay=p.decay, backend=b)[0],
+        "kda": lambda b, *x: delta_rule(*x, log_decay=p.channel_decay, backend=b)[0],
+        "oskda": lambda b, *x: online_scaled_delta_rule(*x, log_decay=p.channel_decay, backend=b)[0],
+    }
+
+    def bind(variant: Any, backend: str) -> Any:
+        return lambda *x: variant(backend, *x)
+
+    found: dict[str, Any] = {}
+    if "cpu" in available_backends():
+        found |= {f"{name}, cpu": bind(f, "cpu") for name, f in variants.items()}
+    if chunkwise:
+        found |= {
+            f"{name}, chunkwise": bind(variants[name], "chunkwise") for name in ("delta_net", "gdn", "kda")
+        }
+    found["gdn, transformers eager"] = lambda q, k, v, b: torch_chunk_gated_delta_rule(q, k, v, p.decay, b)[0]
+    if compiled:
+        graph = torch.compile(torch_chunk_gated_delta_rule, dynamic=False)
+        found["gdn, transformers compiled"] = lambda q, k, v, b: graph(q, k, v, p.decay, b)[0]
+    if slow:
+        found["osdn, chunkwise"] = bind(variants["osdn"], "chunkwise")
+        found["osdn, the paper's form"] = paper_form.osdn
+    return found
+
+
+def forward(p: Problem, f: Any) -> Call:
+    def run() -> Any:
+        with torch.no_grad():
+            return f(*p.inputs)
+
+    return run
+
+
+def forward_backward(p: Problem, f: Any) -> Call:
+    return lambda: torch.autograd.grad(f(*p.leaves), p.leaves, p.grad)
+
+
+def decoding(p: Problem) -> dict[str, Call]:
+    """One token with states in and out."""
+    q, k, v, beta = p.inputs
+    state: dict[str, Any] = {"initial_state": p.state, "output_final_state": True}
+    calls: dict[str, Call] = {}
+    if "cpu" in available_backends():
+        calls["delta_net, cpu"] = lambda: delta_rule(q, k, v, beta, **state, backend="cpu")
+        calls["osdn, cpu"] = lambda: online_scaled_delta_rule(
+            q, k, v, beta, **state, initial_scale=p.scale, backend="cpu"
+        )
+        calls["osgdn, cpu"] = lambda: online_scaled_delta_rule(
+            q, k, v, beta, **state, initial_scale=p.scale, log_decay=p.decay, backend="cpu"
+        )
+    calls["gdn, transformers recurrent"] = lambda: torch_recurrent_gated_delta_rule(
+        q, k, v, p.decay, beta, **state
+    )
+    return {name: torch.no_grad()(call) for name, call in calls.items()}
+
+
+def race(calls: dict[str, Call], rounds: int, title: str, repeat: int = 1) -> dict[str, dict[str, float]]:
+    """Milliseconds of every call: one run each a round, the first round thrown away."""
+    a, b = torch.randn(MM, MM), torch.randn(MM, MM)
+    everyone = {"torch.mm": lambda: torch.mm(a, b), **calls}
+    times: dict[str, list[float]] = {name: [] for name in everyone}
+    for _ in track(range(rounds + 1), description=title, console=console, transient=True):
+        for name, call in everyone.items():
+            start = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            times[name].append((time.perf_counter() - start) / repeat * 1e3)
+    return {name: {"min": min(t[1:]), "median": statistics.median(t[1:])} for name, t in times.items()}
+
+
+def add_limit(result: dict[str, dict[str, float]], macs: int, operations: int) -> float:
+    """The limit in ms at the rounds' best torch.mm speed, and every contender's ratio to it."""
+    limit = operations * macs / (2 * MM**3) * result.pop("torch.mm")["min"]
+    for row in result.values():
+        row["ratio"] = row["min"] / limit
+    return limit
+
+
+def show(title: str, limit: float | None, result: dict[str, dict[str, float]]) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("contender")
+    for column in ("best ms", "median ms", *(["x limit"] if limit else []), "x transformers"):
+        table.add_column(column, justify="right")
+    peer = next((row["min"] for name, row in result.items() if "transformers" in name), None)
+    if limit:
+        table.add_row("limit", f"{limit:.2f}", "", "1.00", "")
+    for name, row in result.items():
+        ratio = [f"{row['ratio']:.2f}"] if limit else []
+        against = f"{peer / row['min']:.1f}" if peer else ""
+        table.add_row(name, f"{row['min']:.3f}", f"{row['median']:.3f}", *ratio, against)
+    console.print(table)
+
+
+def draw(series: dict[str, dict[int, float]], path: Path) -> None:
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for name, points in series.items():
+        style: dict[str, Any] = (
+            {"color": "0.4", "linestyle": "--"} if name == "limit" else {"marker": "o", "markersize": 4}
+        )
+        axes.loglog(list(points), list(points.values()), label=name, **style)
+    axes.set_xticks(list(series["limit"]), [f"{t:,}" for t in series["limit"]])
+    axes.minorticks_off()
+    axes.set(xlabel="tokens T", ylabel="milliseconds, forward", title="B=1, H=8, K=V=128, float32")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+    figure.savefig(path.with_suffix(".png"), dpi=160)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="only the main table and decoding")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds a table (default 9)")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder of the results")
+    args = parser.parse_args()
+    run(args.quick, args.rounds, args.output)
+
+
+def run(quick: bool, rounds: int, output: Path) -> None:
+    """All tables, printed and saved; `quick` is the main one and decoding."""
+    torch.manual_seed(SEED)
+    threads = torch.get_num_threads()
+    everything: list[dict[str, Any]] = []
+
+    def table(title: str, p: Problem, calls: dict[str, Call], operations: int, rounds: int) -> dict[str, Any]:
+        result = race(calls, rounds, title)
+        limit = add_limit(result, p.macs(), operations)
+        show(title, limit, result)
+        entry = {
+            "title": title,
+            "threads": torch.get_num_threads(),
+            "limit_ms": limit,
+            "ms": result,
+            **p.shape,
+        }
+        everything.append(entry)
+        return entry
+
+    for n in [threads] if quick or threads == 1 else [threads, 1]:
+        torch.set_num_threads(n)
+        p = Problem(1, 2048, 8, 128, 128)
+        where = f"B=1 T=2048 H=8 K=V=128, {n} thread{'s' * (n > 1)}"
+        found = contenders(p, compiled=not quick and n == threads, slow=not quick and n == threads)
+        table(f"forward, {where}", p, {k: forward(p, f) for k, f in found.items()}, 6, rounds)
+        found = {k: f for k, f in found.items() if "osdn, chunkwise" not in k and "paper" not in k}
+        calls = {k: forward_backward(p, f) for k, f in found.items()}
+        table(f"forward and backward, {where}", p, calls, 20, rounds)
+
+        one = Problem(1, 1, 8, 128, 128)
+        result = race(decoding(one), 3 * rounds, "decoding", repeat=100)
+        del result["torch.mm"]
+        show(f"decoding one token, B=1 H=8 K=V=128, {n} thread{'s' * (n > 1)}", None, result)
+        everything.append({"title": "decoding", "threads": n, "ms": result, **one.shape})
+    torch.set_num_threads(threads)
+
+    if not quick:
+        p = Problem(8, 512, 8, 64, 64)
+        calls = {k: forward_backward(p, f) for k, f in contenders(p, chunkwise=False, slow=False).items()}
+        table("training, B=8 T=512 H=8 K=V=64: forward and backward", p, calls, 20, rounds)
+        series: dict[str, dict[int, float]] = {}
+        names = ("osdn, cpu", "delta_net, cpu", "gdn, chunkwise", "gdn, transformers eager")
+        for T in (512, 1024, 2048, 4096, 8192, 16384):
+            p = Problem(1, T, 8, 128, 128)
+            calls = {k: forward(p, f) for k, f in contenders(p, slow=False).items() if k in names}
+            entry = table(f"prefill, T={T}", p, calls, 6, max(3, rounds * 2048 // max(T, 2048)))
+            for name, row in entry["ms"].items():
+                series.setdefault(name, {})[T] = row["min"]
+            series.setdefault("limit", {})[T] = entry["limit_ms"]
+        output.mkdir(parents=True, exist_ok=True)
+        draw(series, output / "ops.svg")
+    saved = save_json(
+        output / "ops.json", {"kind": "operators", "seed": SEED, "rounds": rounds, "tables": everything}
+    )
+    console.print(f"saved to {saved}" + ("" if quick else f" and {output / 'ops.svg'}"))
+
+
+if __name__ == "__main__":
+    main()

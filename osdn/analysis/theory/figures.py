@@ -40,7 +40,7 @@ def feedback(config: Config) -> Figure:
     p = random_problem(_generator(config), B=2, T=30, beta=(0.02, 0.98), backend=config.backend)
     inside = run(p)
     wide = run(p.with_(bounds=(0.5, 4.0), initial_scale=3.9 * p.start))
-    x = torch.linspace(0, 3.6, 200)
+    x = torch.linspace(0, 3.9, 200)
     left.plot(x, ((1 - x) ** 2 - 1) / 2, color=GREY, label="closed form")
     for r, color, label in ((inside, BLUE, "box [0.5, 2]"), (wide, ORANGE, "box [0.5, 4]")):
         left.plot(r.step.flatten(), r.feedback.flatten(), ".", color=color, ms=4, label=f"measured, {label}")

@@ -45,9 +45,9 @@ class ShortConvolution(nn.Conv1d):
         B, T, D = x.shape
         rows = torch.cat([x.new_zeros(B, past, D) if tail is None else tail, x], 1)  # [B, W - 1 + T, D]
         if T == 1:  # one product instead of W shifted ones: decoding is bound by the number of calls
-            y = F.silu((widen(rows) * widen(self.weight[:, 0].t())).sum(1, keepdim=True)).to(x.dtype)
-        else:
-            y = _CausalConvolution.apply(rows, self.weight)[:, past:]
+            y = F.silu((widen(rows) * widen(self.weight[:, 0].t())).sum(1, keepdim=True))
+            return y.to(x.dtype), rows[:, 1:] if output_final_state else None
+        y = _CausalConvolution.apply(rows, self.weight)[:, past:]
         return y, rows[:, T:].clone() if output_final_state else None
 
     def _packed(

@@ -20,7 +20,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
 from osdn.layers.mixers import DecayingMixer
-from osdn.layers.precision import RMSNorm
+from osdn.layers.precision import RMSNorm, widen
 from osdn.layers.preconditioner import Preconditioner, Retention
 from osdn.models.cache import check_cache
 from osdn.models.configuration_osdn import MIXERS, OSDNConfig
@@ -259,7 +259,7 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
             )
         else:  # an adapter wraps the head, or it is offloaded: only calling it gives its logits
             loss = F.cross_entropy(
-                self.lm_head(x).float(), labels, reduction="sum", ignore_index=IGNORED_LABEL
+                widen(self.lm_head(x)), labels, reduction="sum", ignore_index=IGNORED_LABEL
             )
         loss = loss.sum(dtype=torch.promote_types(loss.dtype, torch.float32))
         return loss / ((labels != IGNORED_LABEL).sum() if num_items is None else num_items)
@@ -282,16 +282,15 @@ def _layout(
     if attention_mask is not None:
         if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
             raise ValueError(
-                f"attention_mask has shape {list(attention_mask.shape)}; it must be [{B}, {T} or more], 0 at padding"
+                f"attention_mask has shape {list(attention_mask.shape)}; "
+                f"it must be [{B}, {T} or more], 0 at padding"
             )
         mask = attention_mask[:, -T:] != 0
         if not bool(mask.all()):
             tokens, cuts = mask.flatten().nonzero()[:, 0], F.pad(mask.sum(1).cumsum(0), (1, 0))
     if T > 1 and position_ids is not None and position_ids.shape == (B, T):
-        positions, rows = (
-            position_ids.flatten(),
-            torch.arange(B, device=position_ids.device).repeat_interleave(T),
-        )
+        positions = position_ids.flatten()
+        rows = torch.arange(B, device=positions.device).repeat_interleave(T)
         if tokens is not None:
             positions, rows = positions[tokens], rows[tokens]
         restarts = (positions.diff() != 1) & (rows.diff() == 0)

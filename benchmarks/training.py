@@ -1,15 +1,15 @@
-"""The packed trainer against a bare loop: the same model, rows and optimizer, forward, backward and step only.
+"""The packed trainer against a bare loop of forward, backward and step: the same model, rows and optimizer.
 
     python benchmarks/training.py
 
-The loop has its rows in memory, logs nothing and saves nothing; it is the most that a trainer can reach.  Both
-run in turn, and the median time of a step counts.
+The loop has its rows in memory, logs nothing and saves nothing; it is the most that a trainer can reach.
+Both run in turn, and the median time of a step counts.
 """
 
 import argparse
 import tempfile
 import time
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -53,7 +53,7 @@ def trainer_steps(settings: Settings) -> list[float]:
     trainer.add_callback(Metrics())
     trainer.add_callback(clock)
     trainer.train()
-    return [b - a for a, b in zip(clock.times, clock.times[1:])][WARMUP:]
+    return [b - a for a, b in pairwise(clock.times)][WARMUP:]
 
 
 def loop_steps(settings: Settings) -> list[float]:

@@ -22,7 +22,9 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, br
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
+from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
@@ -203,6 +205,10 @@ def _run(
     stop = Stop()
     for callback in (Metrics(), Progress(), stop):
         trainer.add_callback(callback)
+    if arguments.process_index == 0:
+        trainer.add_callback(
+            TensorBoardCallback(SummaryWriter(os.path.join(settings.output_dir, "tensorboard")))
+        )
     if settings.logging.diagnostics_every:
         trainer.add_callback(Diagnostics(trainer, settings.logging.diagnostics_every))
     try:
@@ -212,11 +218,12 @@ def _run(
             raise TrainingError(f"the device ran out of memory: {error}\n{LESS_MEMORY}") from error
         raise
     if stop.signal is not None:
-        logger.warning(
-            "stopped by %s; checkpoint-%d is saved, run the same command to continue",
-            stop.signal.name,
-            trainer.state.global_step,
-        )
+        if arguments.process_index == 0:
+            step = trainer.state.global_step
+            name = stop.signal.name
+            logger.warning(
+                "stopped by %s; checkpoint-%d is saved, run the same command to continue", name, step
+            )
         raise SystemExit(128 + stop.signal)
 
 
@@ -254,7 +261,7 @@ def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
         save_steps=settings.checkpoints.every,
         logging_steps=settings.logging.every,
         disable_tqdm=True,
-        report_to=[name for name in ("tensorboard", "wandb") if find_spec(name)],
+        report_to=["wandb"] if find_spec("wandb") else [],
         ignore_data_skip=True,  # the rows start at their own place
         use_cache=True,  # in the configuration that is saved; packed rows never have one
     )
@@ -262,7 +269,6 @@ def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
         arguments.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(
             reduce_dtype=torch.float32
         )
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", os.path.join(settings.output_dir, "tensorboard"))
     return arguments
 
 

@@ -27,10 +27,9 @@ def weights(run):
 def whole(tmp_path_factory, corpus):
     """The run, never interrupted."""
     path = tmp_path_factory.mktemp("whole")
-    data = {"source": str(corpus), **CONFIG["data"]}
-    (path / "run.json").write_text(
-        json.dumps({**CONFIG, **LONG, "output_dir": str(path / "run"), "data": data})
-    )
+    content = {**CONFIG, **LONG, "output_dir": str(path / "run")}
+    content["data"] = {"source": str(corpus), **CONFIG["data"]}
+    (path / "run.json").write_text(json.dumps(content))
     train(load_settings(path / "run.json"))
     return path / "run"
 

@@ -49,17 +49,17 @@ def recall(
     variants: Variants = ["delta_net", "osdn", "osdn-apf"],  # noqa: B006
     eta: Etas = [],  # noqa: B006
     box: Boxes = [],  # noqa: B006
-    seeds: Seeds = 5,
+    seeds: Seeds = 6,
     vocab_size: Annotated[int, typer.Option(help="Half keys, half values.")] = 256,
-    pairs: Annotated[int, typer.Option(help="Key-value pairs in a sequence.")] = 8,
-    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 64,
+    pairs: Annotated[int, typer.Option(help="Key-value pairs in a sequence.")] = 16,
+    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 128,
     passes: Annotated[int, typer.Option(help="How often the pairs are presented.")] = 2,
     overwrites: Annotated[int, typer.Option(help="Keys given again with another value.")] = 0,
     width: Width = 64,
     layers: Layers = 2,
-    steps: Steps = 400,
-    batch: Batch = 32,
-    learning_rate: Rate = 0.003,
+    steps: Steps = 240,
+    batch: Batch = 16,
+    learning_rate: Rate = 0.005,
     jobs: Jobs = None,
     output: Annotated[Path, typer.Option(help="Where results and figures go.")] = Path("runs/lab/recall"),
 ) -> None:

@@ -29,12 +29,8 @@ def run_demo(output: Path, console: Console) -> Path:
     """Runs what is missing, prints the tables and returns the path of the report."""
     task = TextTask(str(output / "corpus"), megabytes=3.0, evaluation=48)
     runs = {
-        "recall": [Run(RECALL, v, seed, steps=400) for v in VARIANTS for seed in range(SEEDS)],
-        "text": [
-            Run(task, v, seed, steps=200, batch=8, learning_rate=5e-3)
-            for v in VARIANTS
-            for seed in range(SEEDS)
-        ],
+        "recall": [Run(RECALL, v, seed) for v in VARIANTS for seed in range(SEEDS)],
+        "text": [Run(task, v, seed, steps=200, batch=8) for v in VARIANTS for seed in range(SEEDS)],
     }
     everything = [*runs["recall"], *runs["text"]]
     work = sum(runner.cost(run) for run in everything)
@@ -43,7 +39,7 @@ def run_demo(output: Path, console: Console) -> Path:
         prepare(task)
         progress.advance(bar, 0.03 * work)
         found = runner.run_all(everything, output / "runs", progress, bar)
-        speeds = _speeds(output / "speed.json", runs["recall"][len(VARIANTS)], progress, bar)
+        speeds = _speeds(output / "speed.json", runs["recall"][SEEDS], progress, bar)
         progress.update(bar, completed=1.06 * work, live="")
     parts = {"recall": found[: len(runs["recall"])], "text": found[len(runs["recall"]) :]}
     results = {name: summary.group(VARIANTS, part) for name, part in parts.items()}

@@ -36,8 +36,8 @@ class RecallTask:
     """
 
     vocab_size: int = 256
-    pairs: int = 8
-    length: int = 64
+    pairs: int = 16
+    length: int = 128
     passes: int = 2
     overwrites: int = 0
     power: float = 0.01
@@ -96,7 +96,7 @@ class RecallTask:
         """Training batches without end; the same for every model that is given this seed.
 
         They take turns with a quarter, half and all of the pairs, in sequences that are shorter and more in
-        proportion: with all pairs from the start, some seeds do not find the rule for a thousand steps.
+        proportion: with all pairs from the start, some seeds take several times as long to find the rule.
         """
         generator = torch.Generator().manual_seed(seed)
         for part in itertools.cycle((4, 2, 1)):

@@ -73,7 +73,7 @@ def _run_in_processes(runs: Sequence[Run], folder: Path, progress: Progress, bar
     # clean workers, and imports for all of them once.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "osdn.lab.text"])
-    messages, stop = context.Queue(), context.Event()
+    messages, stop = context.Queue(), context.RawValue("b", 0)  # no lock that a killed worker could hold
     pool = ProcessPoolExecutor(jobs, context, _start_worker, (messages, stop))
     try:
         waiting: set[Future[None]] = {pool.submit(_work, run, folder) for run in runs}
@@ -87,7 +87,7 @@ def _run_in_processes(runs: Sequence[Run], folder: Path, progress: Progress, bar
                 future.result()  # raises what the run raised
                 waiting.remove(future)
     finally:
-        stop.set()
+        stop.value = 1
         pool.shutdown(cancel_futures=True)
 
 
@@ -105,7 +105,7 @@ def _work(run: Run, folder: Path) -> None:
 
     def on_step(step: int, loss: float, accuracy: float) -> None:
         nonlocal reported
-        if _worker["stop"].is_set():
+        if _worker["stop"].value:
             raise SystemExit
         if step % REPORT_EVERY == 0 or step == run.steps:
             share = cost(run) * (step - reported) / run.steps

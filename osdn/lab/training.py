@@ -37,9 +37,9 @@ class Run:
     seed: int
     width: int = 64
     layers: int = 2
-    steps: int = 400
-    batch: int = 32
-    learning_rate: float = 3e-3
+    steps: int = 240
+    batch: int = 16
+    learning_rate: float = 5e-3
     backend: str = field(default="auto", repr=False)
 
     def settings(self) -> dict[str, Any]:

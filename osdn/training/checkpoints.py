@@ -110,12 +110,16 @@ def convert(checkpoint: str | Path, output: str | Path) -> Path:
         files = sorted(checkpoint.glob("model*.safetensors"))
         model.load_state_dict({k: v for file in files for k, v in load_file(file).items()})
     staged = output.with_name(f".{output.name}.writing")
-    shutil.rmtree(staged, ignore_errors=True)
-    model.save_pretrained(staged)
-    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(staged)
-    for path in [*staged.iterdir(), staged]:
-        _flush(path)
-    staged.rename(output)
+    try:
+        shutil.rmtree(staged, ignore_errors=True)
+        model.save_pretrained(staged)
+        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(staged)
+        for path in [*staged.iterdir(), staged]:
+            _flush(path)
+        staged.rename(output)
+    except Exception as error:  # every library has its own for a full disk
+        shutil.rmtree(staged, ignore_errors=True)
+        raise OSError(f"{output} could not be written: {error}") from error
     return output
 
 

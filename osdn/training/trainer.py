@@ -304,12 +304,12 @@ def check_memory(config: OSDNConfig, settings: Settings, device: torch.device, d
     else:
         free = torch.cuda.mem_get_info(device)[0]
     if weights < free:
-        block, layers = activation_bytes(config) * settings.data.seq_len, config.num_hidden_layers
+        tokens, layers = settings.data.seq_len, config.num_hidden_layers
+        halved = device.type != "cpu" and settings.training.precision == "bfloat16"
+        block = activation_bytes(config) * tokens / (2 if halved else 1)
         activations = block * layers
-        if settings.training.gradient_checkpointing:
-            activations = block + 4 * layers * config.hidden_size * settings.data.seq_len
-        if device.type != "cpu" and settings.training.precision == "bfloat16":
-            activations /= 2
+        if settings.training.gradient_checkpointing:  # one block at a time, and the float32 input of each
+            activations = block + 4 * layers * config.hidden_size * tokens
     if weights + activations > free:
         raise ValueError(
             f"this run needs at least {weights / 1e9:.1f} GB for weights, gradients and moments and "

@@ -169,4 +169,5 @@ app.add_typer(lab.app, name="lab")
 app.command()(lab.demo)
 
 app.command()(analysis.diagnose)
+app.command()(analysis.inspect)
 app.add_typer(analysis.bench, name="bench")

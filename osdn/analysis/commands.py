@@ -78,6 +78,28 @@ def diagnose(
     console.print(f"{speed['tokens']:,} tokens at {speed['tokens_per_second']:,.0f} a second; {path}")
 
 
+def inspect(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Option(help="The text to read; a context read twice is recognised.")],
+    length: Annotated[int, typer.Option(min=2, help="Tokens of the prompt at most, its last.")] = 1024,
+    device: Device = "cpu",
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/inspect.html"),
+) -> None:
+    """Write a page that shows a prompt's residual ratios, gates and scale, by layer and head."""
+    from osdn.analysis.checkpoints import load_model, load_tokenizer
+    from osdn.analysis.inspector import inspect_prompt, write_page
+    from osdn.analysis.prompts import encode
+    from osdn.analysis.tables import model_name
+
+    with _plain_errors():
+        tokenizer = load_tokenizer(checkpoint)
+        encoded = encode("prompt", prompt, tokenizer, length)
+        model = load_model(checkpoint, device)
+        texts = [tokenizer.decode([token]) for token in encoded.ids.tolist()]
+        data = inspect_prompt(model, encoded, texts, model_name(model, checkpoint))
+    console.print(f"{write_page(output, data)} shows {len(texts)} tokens; open it in a browser")
+
+
 bench = typer.Typer(help="Timings.", no_args_is_help=True)
 Output = Annotated[Path, typer.Option(help="Folder of the results.")]
 

@@ -23,7 +23,7 @@ from osdn.training.data import load_tokenizer
 from osdn.training.monitor import Metrics
 from osdn.training.packing import PackedRows
 from osdn.training.settings import Settings, load_settings
-from osdn.training.trainer import PackedTrainer, load_documents, training_arguments
+from osdn.training.trainer import PackedTrainer, load_pieces, training_arguments
 
 WARMUP = 3  # steps that are not counted
 
@@ -39,8 +39,8 @@ class Clock(TrainerCallback):
 def build(settings: Settings) -> tuple[OSDNForCausalLM, PackedRows]:
     set_seed(settings.training.seed)
     model = OSDNForCausalLM(settings.model_config())
-    documents = load_documents(settings, load_tokenizer(settings.data.tokenizer))
-    return model, PackedRows(documents, settings.data.seq_len, settings.data.context_len)
+    pieces = load_pieces(settings, load_tokenizer(settings.data.tokenizer))
+    return model, PackedRows(pieces, settings.data.seq_len)
 
 
 def trainer_steps(settings: Settings) -> list[float]:

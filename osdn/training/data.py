@@ -12,7 +12,6 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset, load_dataset
@@ -98,14 +97,20 @@ def load_source(
 
 
 def tokenize(
-    data: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase
+    data: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, context_len: int
 ) -> Dataset | IterableDataset:
-    """Replace "text" by "input_ids": the tokens of a document, closed by the end-of-text token."""
+    """Replace documents in "text" by their tokens in "input_ids", pieces of at most `context_len` in order.
 
-    def encode(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+    Every document is closed by the end-of-text token.
+    """
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[np.ndarray]]:
         ids = tokenizer(batch["text"], return_attention_mask=False)["input_ids"]
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        return {"input_ids": [np.array(x + end if x[-1:] != end else x, np.int32) for x in ids]}
+        documents = [np.array(x + end if x[-1:] != end else x, np.int32) for x in ids]
+        return {
+            "input_ids": [x[i : i + context_len] for x in documents for i in range(0, len(x), context_len)]
+        }
 
     if isinstance(data, IterableDataset):
         return data.map(encode, batched=True, remove_columns=["text"])
@@ -119,7 +124,7 @@ def tokenize(
         remove_columns=["text"],
         batch_size=100,
         num_proc=min(os.cpu_count() or 1, len(data) // 100) or None,
-        new_fingerprint=Hasher.hash((data._fingerprint, state, tokenizer.eos_token_id)),
+        new_fingerprint=Hasher.hash((data._fingerprint, state, tokenizer.eos_token_id, context_len)),
         desc="tokenising",
     )
 

@@ -1,8 +1,9 @@
-"""Documents packed end to end into rows of a fixed number of tokens.
+"""Pieces of documents packed end to end into rows of a fixed number of tokens.
 
-There is one stream of rows, whatever the number of devices: row i goes to device i mod n, so that a step
-reads the same rows on one device as on many.  A place in the stream is three integers (epoch, document,
-offset); every row carries the place where the next round of rows begins, which is all a checkpoint keeps.
+Documents are split at the context's length and the pieces shuffled, so that a row is not one long document.
+There is one stream of rows, whatever the number of devices: row i goes to device i mod n, and a step reads
+the same rows on one device as on many.  A place in the stream is three integers (epoch, piece, offset);
+every row carries the place where the next round of rows begins, which is all a checkpoint has to keep.
 """
 
 from collections.abc import Iterator
@@ -20,55 +21,51 @@ from transformers import PreTrainedTokenizerBase
 from osdn.training.data import tokenize
 
 IGNORED_LABEL = -100
-READ_AHEAD = 256  # documents fetched at once from a data set on disk
-SHUFFLE_BUFFER = 10_000  # documents a stream is shuffled within
+READ_AHEAD = 256  # pieces fetched at once from a data set on disk
+SHUFFLE_BUFFER = 10_000  # pieces a stream is shuffled within
 
 
 class Position(NamedTuple):
-    """How far a stream has been read: epochs, documents of this epoch, and tokens of this document."""
+    """How far a stream has been read: epochs, pieces of this epoch, and tokens of this piece."""
 
     epoch: int = 0
-    document: int = 0
+    piece: int = 0
     offset: int = 0
 
 
 BEGINNING = Position()
 
 
-class Documents:
-    """The tokens of a data set, document by document, in an order that the seed decides for every epoch."""
+class Pieces:
+    """The tokens of a data set in pieces of at most `context_len`, in an order of the seed and epoch."""
 
     def __init__(
-        self, data: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, seed: int
+        self, data: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, context_len: int, seed: int
     ) -> None:
-        self.data, self.tokenizer, self.seed = data, tokenizer, seed
-        if isinstance(data, Dataset):
-            self.data = tokenize(data, tokenizer).with_format("numpy")
+        self.data, self.seed = tokenize(data, tokenizer, context_len).with_format("numpy"), seed
 
     def read(self, epoch: int, start: int) -> Iterator[np.ndarray]:
-        """The documents of an epoch, without the first `start`."""
+        """The pieces of an epoch, without the first `start`."""
         generator = np.random.default_rng((self.seed, epoch))
         if isinstance(self.data, Dataset):
             order = generator.permutation(len(self.data))[start:]
             for i in range(0, len(order), READ_AHEAD):
                 yield from self.data[order[i : i + READ_AHEAD]]["input_ids"]
-        else:  # skip before tokenising: what was read already costs its download only
+        else:
             stream = self.data.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER).skip(start)
-            for row in tokenize(stream, self.tokenizer):
-                yield np.asarray(row["input_ids"])
+            yield from (row["input_ids"] for row in stream)
 
 
 @dataclass
 class PackedRows(torch.utils.data.IterableDataset):
     """The rows of device `rank` of `ranks`, without end.
 
-    A document longer than `context_len` is split, and what does not fit in a row goes on in the next one;
-    each piece is a sequence of its own, whose first token is nobody's target.
+    What does not fit in a row goes on in the next one as a sequence of its own; the first token of a sequence
+    is nobody's target.
     """
 
-    documents: Documents
+    pieces: Pieces
     seq_len: int
-    context_len: int
     rank: int = 0
     ranks: int = 1
     position: Position = BEGINNING
@@ -77,34 +74,33 @@ class PackedRows(torch.utils.data.IterableDataset):
         rows = self._rows()
         while True:
             round_of_rows = list(islice(rows, self.ranks))
-            pieces, _ = round_of_rows[self.rank]
-            yield pack(pieces) | {"position": round_of_rows[-1][1]}
+            sequences, _ = round_of_rows[self.rank]
+            yield pack(sequences) | {"position": round_of_rows[-1][1]}
 
     def _rows(self) -> Iterator[tuple[list[np.ndarray], Position]]:
-        """Every row as its pieces, and the place where it ends."""
-        epoch, document, offset = self.position
-        pieces, room = [], self.seq_len
+        """Every row as its sequences, and the place where it ends."""
+        epoch, piece, offset = self.position
+        row, room = [], self.seq_len
         while True:
-            empty = True
-            for tokens in self.documents.read(epoch, document):
+            empty = piece == 0
+            for tokens in self.pieces.read(epoch, piece):
                 empty = False
                 while offset < len(tokens):
-                    piece = tokens[offset : offset + min(self.context_len, room)]
-                    pieces.append(piece)
-                    offset, room = offset + len(piece), room - len(piece)
+                    row.append(tokens[offset : offset + room])
+                    offset, room = offset + len(row[-1]), room - len(row[-1])
                     if room == 0:
-                        yield pieces, Position(epoch, document, offset)
-                        pieces, room = [], self.seq_len
-                document, offset = document + 1, 0
-            if empty and document == 0:
+                        yield row, Position(epoch, piece, offset)
+                        row, room = [], self.seq_len
+                piece, offset = piece + 1, 0
+            if empty:
                 raise ValueError("the data set has no documents")
-            epoch, document = epoch + 1, 0
+            epoch, piece = epoch + 1, 0
 
 
-def pack(pieces: list[np.ndarray]) -> dict[str, Tensor]:
-    """The model's inputs: one row of the pieces end to end; labels are shifted by the model."""
-    cu_seqlens = np.cumsum([0, *map(len, pieces)])
-    input_ids = torch.from_numpy(np.concatenate(pieces).astype(np.int64))[None]  # [1, T]
+def pack(sequences: list[np.ndarray]) -> dict[str, Tensor]:
+    """The model's inputs: one row of the sequences end to end; labels are shifted by the model."""
+    cu_seqlens = np.cumsum([0, *map(len, sequences)])
+    input_ids = torch.from_numpy(np.concatenate(sequences).astype(np.int64))[None]  # [1, T]
     labels = input_ids.clone()
     labels[0, cu_seqlens[:-1]] = IGNORED_LABEL
     return {"input_ids": input_ids, "labels": labels, "cu_seqlens": torch.from_numpy(cu_seqlens).int()}

@@ -33,7 +33,7 @@ from osdn.models.modeling_osdn import OSDNBlock
 from osdn.training import checkpoints
 from osdn.training.data import load_source, load_tokenizer
 from osdn.training.monitor import Diagnostics, Metrics, Progress, Stop, matmul_flops
-from osdn.training.packing import Documents, PackedRows, Position
+from osdn.training.packing import PackedRows, Pieces, Position
 from osdn.training.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def train(settings: Settings) -> Path:
     check_vocabulary(config, tokenizer)
     check_memory(config, settings, arguments.device, devices)
     with arguments.main_process_first():
-        documents = load_documents(settings, tokenizer)
+        pieces = load_pieces(settings, tokenizer)
     disable_progress_bar()  # of the library's saving and loading
     set_seed(settings.training.seed)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -169,7 +169,7 @@ def train(settings: Settings) -> Path:
     found = [_prepare(run, settings) if arguments.process_index == 0 else None]
     good = broadcast_object_list(found)[0] if devices > 1 else found[0]
     if good is None or checkpoints.step_of(good) < settings.training.steps:
-        _run(settings, arguments, model, tokenizer, documents, good)
+        _run(settings, arguments, model, tokenizer, pieces, good)
     if arguments.process_index == 0:
         checkpoints.convert(checkpoints.checkpoints(run)[0], result)
     return result
@@ -180,7 +180,7 @@ def _run(
     arguments: TrainingArguments,
     model: OSDNForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    documents: Documents,
+    pieces: Pieces,
     checkpoint: Path | None,
 ) -> None:
     if checkpoint and checkpoints.is_sharded(checkpoint) != bool(arguments.fsdp):
@@ -191,9 +191,8 @@ def _run(
     place = json.loads((checkpoint / POSITION).read_text()) if checkpoint else {}
     skipped_steps = place.pop("skipped_steps", 0)
     rows = PackedRows(
-        documents,
+        pieces,
         settings.data.seq_len,
-        settings.data.context_len,
         arguments.process_index,
         arguments.world_size,
         Position(**place),
@@ -272,7 +271,7 @@ def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
     return arguments
 
 
-def load_documents(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Documents:
+def load_pieces(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Pieces:
     data = settings.data
     source = load_source(
         data.source,
@@ -281,7 +280,7 @@ def load_documents(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Do
         text_column=data.text_column,
         streaming=data.streaming,
     )
-    return Documents(source, tokenizer, settings.training.seed)
+    return Pieces(source, tokenizer, data.context_len, settings.training.seed)
 
 
 def check_vocabulary(config: OSDNConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from osdn.training.data import load_source, load_tokenizer, stdlib_documents, tokenize, train_tokenizer
@@ -99,9 +101,29 @@ def test_a_tokenizer_that_is_not_there_is_told(tmp_path):
 
 def test_documents_are_tokenised_once_for_a_tokenizer_and_end_with_end_of_text(files):
     data = load_source(str(files["a.jsonl"]), text_column="body")
-    first = tokenize(data, load_tokenizer("bytes"))
+    first = tokenize(data, load_tokenizer("bytes"), 100)
     assert first["input_ids"][:] == [[*text.encode(), 256] for text in TEXTS]
-    again = tokenize(load_source(str(files["a.jsonl"]), text_column="body"), load_tokenizer("bytes"))
+    again = tokenize(load_source(str(files["a.jsonl"]), text_column="body"), load_tokenizer("bytes"), 100)
     assert again.cache_files == first.cache_files != []
-    other = tokenize(data, train_tokenizer(["other"], 260))
-    assert other.cache_files != first.cache_files
+    for other in (
+        tokenize(data, train_tokenizer(["x"], 260), 100),
+        tokenize(data, load_tokenizer("bytes"), 99),
+    ):
+        assert other.cache_files != first.cache_files
+
+
+@given(
+    st.lists(st.text(st.characters(max_codepoint=127), max_size=30), min_size=1, max_size=8),
+    st.integers(1, 9),
+)
+def test_pieces_are_the_documents_split_at_the_context(texts, context_len):
+    data = Dataset.from_dict({"text": texts}).to_iterable_dataset()
+    pieces = [row["input_ids"].tolist() for row in tokenize(data, load_tokenizer("bytes"), context_len)]
+    assert all(0 < len(piece) <= context_len for piece in pieces)
+    for text in texts:  # every piece but a document's last is full, and the last one ends it
+        document = []
+        while not document or document[-1] != 256:
+            assert len(document) % context_len == 0
+            document += pieces.pop(0)
+        assert document == [*text.encode(), 256]
+    assert pieces == []

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from osdn import OSDNConfig, OSDNForCausalLM
 from osdn.training.data import load_tokenizer
-from osdn.training.packing import Documents, PackedRows, Position, pack
+from osdn.training.packing import PackedRows, Pieces, Position, pack
 
 
-class Fixed(Documents):
-    """Documents whose tokens are all different, in a new order every epoch."""
+class Fixed(Pieces):
+    """Pieces whose tokens are all different, in a new order every epoch."""
 
     def __init__(self, lengths: list[int]) -> None:
         starts = np.cumsum([0, *lengths])
@@ -30,11 +30,11 @@ lengths = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
 sizes = st.integers(1, 17)
 
 
-@given(lengths, sizes, sizes)
-def test_every_token_is_used_once_an_epoch_and_pieces_are_in_one_document(lengths, seq_len, context_len):
-    documents = Fixed(lengths)
-    epoch = np.concatenate(list(documents.read(0, 0)))
-    rows = list(islice(PackedRows(documents, seq_len, context_len), len(epoch) // seq_len))
+@given(lengths, sizes)
+def test_every_token_is_used_once_an_epoch_and_no_sequence_spans_two_pieces(lengths, seq_len):
+    pieces = Fixed(lengths)
+    epoch = np.concatenate(list(pieces.read(0, 0)))
+    rows = list(islice(PackedRows(pieces, seq_len), len(epoch) // seq_len))
     read = np.concatenate([row["input_ids"][0].numpy() for row in rows]) if rows else epoch[:0]
     np.testing.assert_array_equal(read, epoch[: len(read)])
     owner = np.repeat(np.arange(len(lengths)), lengths)
@@ -44,18 +44,17 @@ def test_every_token_is_used_once_an_epoch_and_pieces_are_in_one_document(length
         assert cuts[0] == 0
         assert cuts[-1] == seq_len
         for a, b in pairwise(cuts):
-            assert 0 < b - a <= context_len
+            assert b > a
             assert (np.diff(ids[a:b]) == 1).all()
             assert len(set(owner[ids[a:b]])) == 1
+        assert all(owner[ids[cut - 1]] != owner[ids[cut]] for cut in cuts[1:-1])  # none is cut within a row
 
 
-@given(lengths, sizes, sizes, st.integers(2, 5))
-def test_a_step_reads_the_same_rows_on_any_number_of_devices(lengths, seq_len, context_len, ranks):
-    documents = Fixed(lengths)
-    one = list(islice(PackedRows(documents, seq_len, context_len), 2 * ranks))
-    shards = [
-        list(islice(PackedRows(documents, seq_len, context_len, rank, ranks), 2)) for rank in range(ranks)
-    ]
+@given(lengths, sizes, st.integers(2, 5))
+def test_a_step_reads_the_same_rows_on_any_number_of_devices(lengths, seq_len, ranks):
+    pieces = Fixed(lengths)
+    one = list(islice(PackedRows(pieces, seq_len), 2 * ranks))
+    shards = [list(islice(PackedRows(pieces, seq_len, rank, ranks), 2)) for rank in range(ranks)]
     many = [shards[i % ranks][i // ranks] for i in range(2 * ranks)]
     for a, b in zip(one, many):
         assert torch.equal(a["input_ids"], b["input_ids"])
@@ -65,12 +64,12 @@ def test_a_step_reads_the_same_rows_on_any_number_of_devices(lengths, seq_len, c
         assert [row["position"] for row in shard] == [one[ranks - 1]["position"], one[-1]["position"]]
 
 
-@given(lengths, sizes, sizes, st.integers(1, 20), st.integers(1, 3))
-def test_rows_continue_from_a_saved_position(lengths, seq_len, context_len, done, ranks):
-    documents = Fixed(lengths)
-    rows = list(islice(PackedRows(documents, seq_len, context_len, ranks - 1, ranks), done + 3))
+@given(lengths, sizes, st.integers(1, 20), st.integers(1, 3))
+def test_rows_continue_from_a_saved_position(lengths, seq_len, done, ranks):
+    pieces = Fixed(lengths)
+    rows = list(islice(PackedRows(pieces, seq_len, ranks - 1, ranks), done + 3))
     position = Position(*rows[done - 1]["position"])
-    later = islice(PackedRows(documents, seq_len, context_len, ranks - 1, ranks, position), 3)
+    later = islice(PackedRows(pieces, seq_len, ranks - 1, ranks, position), 3)
     for a, b in zip(rows[done:], later):
         assert torch.equal(a["input_ids"], b["input_ids"])
         assert torch.equal(a["cu_seqlens"], b["cu_seqlens"])
@@ -78,13 +77,13 @@ def test_rows_continue_from_a_saved_position(lengths, seq_len, context_len, done
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_documents_come_in_an_order_of_the_seed_and_epoch_and_can_be_skipped(streaming):
+def test_pieces_come_in_an_order_of_the_seed_and_epoch_and_can_be_skipped(streaming):
     data = Dataset.from_dict({"text": [f"document {i}" * (i % 5) for i in range(700)]})
     data = data.to_iterable_dataset(num_shards=3) if streaming else data
     tokenizer = load_tokenizer("bytes")
 
     def read(seed: int, epoch: int, start: int = 0) -> list[str]:
-        found = Documents(data, tokenizer, seed).read(epoch, start)
+        found = Pieces(data, tokenizer, 1000, seed).read(epoch, start)
         return [tokenizer.decode(tokens) for tokens in found]
 
     first = read(1, 0)
@@ -98,9 +97,9 @@ def test_documents_come_in_an_order_of_the_seed_and_epoch_and_can_be_skipped(str
 
 def test_an_empty_data_set_is_an_error_and_not_an_endless_loop():
     with pytest.raises(ValueError, match="no documents"):
-        next(iter(PackedRows(Fixed([]), 4, 4)))
+        next(iter(PackedRows(Fixed([]), 4)))
     with pytest.raises(ValueError, match="no documents"):
-        Documents(Dataset.from_dict({"text": []}), load_tokenizer("bytes"), 0)
+        Pieces(Dataset.from_dict({"text": []}), load_tokenizer("bytes"), 4, 0)
 
 
 @pytest.mark.parametrize("variant", ["osdn-apf", "osgdn-apf", "oskda"])

@@ -68,7 +68,7 @@ def test_a_step_is_adamw_on_the_mean_loss_of_all_its_tokens(whole, write_config)
     """Against a loop written out: clipped at 1, no decay on vectors, one mean over accumulated batches."""
     settings = load_settings(write_config())
     tokenizer = module.load_tokenizer("bytes")
-    rows = iter(module.PackedRows(module.load_documents(settings, tokenizer), 96, 40))
+    rows = iter(module.PackedRows(module.load_pieces(settings, tokenizer), 96))
     torch.manual_seed(42)
     model = OSDNForCausalLM(settings.model_config()).train()
     groups = [

@@ -10,7 +10,7 @@ from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGated
 from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, MixerState
 
 SHAPE = {"hidden_size": 20, "num_heads": 2, "head_k_dim": 6, "head_v_dim": 10}
-STRONG = {"eta": 0.5}  # so that the scale leaves one within a few tokens
+STRONG = {"eta": 2.0}  # so that the scale reaches its bounds within a few tokens
 LAYERS = [
     (DeltaNet, None, {}),
     (DeltaNet, STRONG, {}),

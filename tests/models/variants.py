@@ -5,7 +5,7 @@ import torch
 from osdn import OSDNConfig, OSDNForCausalLM
 from osdn.models.presets import VARIANTS as NINE
 
-STRONG = 0.5  # a step size with which the scale leaves one within a few tokens
+STRONG = 2.0  # a step size with which the scale reaches its bounds within a few tokens
 VARIANTS = {name: (backbone, settings, {}) for name, (backbone, settings) in NINE.items()}
 VARIANTS |= {
     "osdn, constant retention": ("delta_net", {"retention": 0.9}, {}),
@@ -46,7 +46,7 @@ def scatter(model, seed: int = 0):
     """Draw every parameter at a size that matters, whatever it started with."""
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
-        fan_in = p.shape[-1] if p.ndim > 1 and "embeddings" not in name else 1
+        fan_in = 1 if p.ndim == 1 or name.endswith(("embeddings.weight", "log_scale")) else p.shape[-1]
         draw = torch.randn(p.shape, generator=generator) * fan_in**-0.5
         offset = {"norm.weight": 1.0, "retention.bias": 2.0, "dt_bias": -2.0}
         p.copy_(draw * (0.3 if p.ndim == 1 else 1.0) + sum(v for k, v in offset.items() if name.endswith(k)))

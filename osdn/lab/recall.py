@@ -35,9 +35,9 @@ class RecallTask:
         evaluation: sequences for each accuracy that is reported.
     """
 
-    vocab_size: int = 256
-    pairs: int = 16
-    length: int = 128
+    vocab_size: int = 128
+    pairs: int = 8
+    length: int = 64
     passes: int = 2
     overwrites: int = 0
     power: float = 0.01

@@ -37,8 +37,8 @@ class Run:
     seed: int
     width: int = 64
     layers: int = 2
-    steps: int = 240
-    batch: int = 16
+    steps: int = 200
+    batch: int = 32
     learning_rate: float = 5e-3
     backend: str = field(default="auto", repr=False)
 

@@ -56,14 +56,22 @@ def test_overwritten_keys_change_their_value_within_a_pass():
         assert all(values[keys.index(key)] != value for key, value in zip(keys[6:], values[6:]))
 
 
-def test_gaps_follow_the_power_law():
-    # With one pair the gap is one draw of p(i) ~ i ** (a - 1), i = 1 .. space.
-    task = RecallTask(vocab_size=64, pairs=1, length=42, passes=1, power=0.01)
-    _, labels = sample(task, n=40_000)
-    gaps = ((labels != IGNORED).nonzero()[:, 1] - task.context) // 2
+@pytest.mark.parametrize("key", [0, 2])
+def test_gaps_follow_the_power_law(key):
+    # The first gap drawn follows p(i) ~ i ** (a - 1), i = 1 .. space; the third what the others left of it.
+    task = RecallTask(vocab_size=64, pairs=3, length=46, passes=1, power=0.01)
+    inputs, labels = sample(task, n=40_000)
+    asked = (labels != IGNORED) & (inputs == inputs[:, 2 * key, None])
+    gaps = (asked.nonzero()[:, 1] - task.context) // 2
+    assert len(gaps) == 40_000
     seen = torch.bincount(gaps, minlength=20).double() / len(gaps)
     law = torch.arange(1, 21).double() ** (0.01 - 1)
     law /= law.sum()
+    if key == 2:
+        left = 1 - law[:, None] - law  # after draws i and j
+        third = law[:, None] * (law / (1 - law[:, None])) / left  # [i, j]
+        third.fill_diagonal_(0)
+        law = law * (third.sum() - third.sum(0) - third.sum(1))
     error = (law * (1 - law) / len(gaps)).sqrt()
     assert len(seen) == 20
     assert ((seen - law).abs() < 5 * error).all()

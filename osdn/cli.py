@@ -97,6 +97,21 @@ def _plain_errors() -> Iterator[None]:
 
 
 @app.command()
+def describe(
+    model: Annotated[str, typer.Argument(help="A preset, such as osdn-340m, or a saved model's directory.")],
+) -> None:
+    """Show a model's parameters, state and flops next to the paper's figures."""
+    from osdn.models import describe as run
+
+    with _plain_errors():
+        description = run(model)
+    table = Table(box=box.SIMPLE, show_header=False)
+    for label, value in description.rows():
+        table.add_row(label, escape(value))
+    console.print(table)
+
+
+@app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="A YAML file, such as configs/tiny/osdn.yaml.")],
     replace: Annotated[
@@ -170,4 +185,5 @@ app.command()(lab.demo)
 
 app.command()(analysis.diagnose)
 app.command()(analysis.inspect)
+app.command()(analysis.report)
 app.add_typer(analysis.bench, name="bench")

@@ -1,6 +1,7 @@
 """What a model costs: parameters, the state a sequence keeps, flops a token, next to the paper's figures."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -76,8 +77,8 @@ class Description:
         return "\n".join(f"{label:<{width}}  {value}" for label, value in self.rows())
 
 
-def describe(model: OSDNForCausalLM | OSDNConfig | str) -> Description:
-    """The costs of a model, of a configuration or of a preset; no weights are allocated.
+def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
+    """The costs of a model, a configuration, a preset or a saved model's directory; no weights are allocated.
 
     >>> describe("osdn-340m").state_mib
     6.0
@@ -85,7 +86,7 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str) -> Description:
     if isinstance(model, nn.Module):
         config = model.config
     else:
-        config = OSDNConfig.from_preset(model) if isinstance(model, str) else model
+        config = _config(model) if isinstance(model, (str, Path)) else model
         with torch.device("meta"):
             model = OSDNForCausalLM(config)
     preset = _preset(config)
@@ -106,6 +107,12 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str) -> Description:
         forward_flops=_forward_flops(model, config),
         paper_state_mib=PAPER_STATE_MIB.get(preset or ""),
     )
+
+
+def _config(name: str | Path) -> OSDNConfig:
+    if str(name) not in PRESETS and Path(name).is_dir():
+        return OSDNConfig.from_pretrained(name)
+    return OSDNConfig.from_preset(str(name))
 
 
 def _forward_flops(model: OSDNForCausalLM, config: OSDNConfig) -> int:

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 from transformers import AutoConfig
+from typer.testing import CliRunner
 
 from osdn import PRESETS, OSDNConfig, OSDNForCausalLM, describe
+from osdn.cli import app
 from osdn.layers import PreconditionerConfig
 
 # Of each family: millions of parameters, and MiB of state and of scale in bfloat16.
@@ -130,6 +132,22 @@ def test_describe_counts_flops_from_the_shapes():
     weights = 4 * 32 * 32 + 2 * 32 + 3 * 32 * 48 + 3 * 32 * 4 + 10 * 32
     assert describe(config).forward_flops == 2 * weights + 2 * (6 * 16 * 16 + 8 * 16)
     assert describe(OSDNForCausalLM(config)) == describe(config)
+
+
+def test_describe_takes_a_saved_models_directory(tmp_path):
+    OSDNConfig.from_preset("oskda-apf-340m").save_pretrained(tmp_path)
+    assert describe(tmp_path) == describe(str(tmp_path)) == describe("oskda-apf-340m")
+
+
+def test_the_describe_command_shows_the_same_rows_or_says_what_there_is():
+    shown = CliRunner().invoke(app, ["describe", "osgdn-340m"])
+    assert shown.exit_code == 0
+    for label, value in describe("osgdn-340m").rows():
+        assert label in shown.output
+        assert value.split(" (")[0] in shown.output
+    refused = CliRunner().invoke(app, ["describe", "osdn-7b"])
+    assert refused.exit_code == 1
+    assert "there is no preset 'osdn-7b'" in refused.output.replace("\n", " ")
 
 
 def test_describe_prints_a_table_with_the_papers_figures():

@@ -100,6 +100,19 @@ def inspect(
     console.print(f"{write_page(output, data)} shows {len(texts)} tokens; open it in a browser")
 
 
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders or files of results, such as runs.")],
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/report.html"),
+) -> None:
+    """Gather the results there are into one page with the paper's tables and figures."""
+    from osdn.analysis.report import collect, write_report
+
+    with _plain_errors():
+        results = collect(runs)
+        page = write_report(results, output)
+    console.print(f"{page} holds {len(results.files)} results; open it in a browser")
+
+
 bench = typer.Typer(help="Timings.", no_args_is_help=True)
 Output = Annotated[Path, typer.Option(help="Folder of the results.")]
 

@@ -1,6 +1,7 @@
-"""Figures of the mechanism diagnostic, one function each, over one result or several side by side."""
+"""Figures, one function each: of the mechanism diagnostic, over one result or several, and of the report."""
 
 from collections.abc import Callable, Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from osdn.training.plot import WINDOW, rolling_mean
+
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974")
 Results = Mapping[str, dict[str, Any]]  # the contents of diagnosis.json by a name for the legend
 
@@ -16,7 +19,7 @@ Results = Mapping[str, dict[str, Any]]  # the contents of diagnosis.json by a na
 def contraction(results: Results) -> Figure:
     """(a) q_geo by position, (b) overall: the paper's "Direct theorem-facing residual contraction"."""
     figure, (left, right) = _panels(2, (7.6, 3.2), width_ratios=(2, 1))
-    for (name, result), colour in zip(results.items(), COLOURS):
+    for (name, result), colour in zip(results.items(), cycle(COLOURS)):
         _by_position(left, result["all"], colour, name)
     boundaries = [r["all"]["boundary"] for r in results.values() if r["all"]["boundary"] is not None]
     if boundaries:
@@ -24,7 +27,7 @@ def contraction(results: Results) -> Figure:
         left.annotate("second reading", (boundaries[0], 1), (4, -4), xycoords=("data", "axes fraction"),
                       textcoords="offset points", va="top", fontsize=8, color="0.3")  # fmt: skip
     left.set(xlabel="relative position", ylabel="$q_{geo}$", xlim=(0, 1), title="(a) by position")
-    for i, (result, colour) in enumerate(zip(results.values(), COLOURS)):
+    for i, (result, colour) in enumerate(zip(results.values(), cycle(COLOURS))):
         q = result["all"]["q_geo"]
         right.bar(i, q["value"], color=colour, width=0.7)
         right.errorbar(i, q["value"], yerr=_whiskers(q), color="0.2", capsize=3)
@@ -43,7 +46,7 @@ def tasks(results: Results) -> Figure:
     names = sorted({task for result in results.values() for task in result["tasks"]})
     figure, panels = _panels(len(names), (3.4 * len(names) + 0.6, 3.0), sharey=True)
     for axes, task in zip(panels, names):
-        for (name, result), colour in zip(results.items(), COLOURS):
+        for (name, result), colour in zip(results.items(), cycle(COLOURS)):
             if task in result["tasks"]:
                 summary = result["tasks"][task]
                 _by_position(axes, summary, colour, name)
@@ -99,6 +102,46 @@ def scale(results: Results) -> Figure:
         box = "no box" if d["bounds"] is None else f"box {d['bounds'][0]} to {d['bounds'][1]}"
         column[0].set_title(f"{name}, {box}")
         column[-1].set_xlabel("relative position")
+    return figure
+
+
+def bars(panels: Mapping[str, Mapping[str, float]]) -> Figure:
+    """One panel of horizontal bars a metric, one bar a model."""
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    names = list(dict.fromkeys(name for values in panels.values() for name in values))
+    figure = Figure(figsize=(3.6 * columns, rows * (0.8 + 0.24 * len(names))), layout="constrained")
+    for i, (title, values) in enumerate(panels.items()):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        shown = [name for name in names if name in values]
+        axes.barh(shown, [values[name] for name in shown], color=COLOURS[0])
+        axes.invert_yaxis()
+        axes.set_title(title, fontsize=9)
+        axes.tick_params(labelsize=8)
+    return figure
+
+
+def pg19(curves: Mapping[str, list[float]]) -> Figure:
+    """Perplexity by position, as in the paper's "Auxiliary PG-19 length-extrapolation diagnostic"."""
+    figure, (axes,) = _panels(1, (6.4, 3.4))
+    for (name, values), colour in zip(curves.items(), cycle(COLOURS)):
+        axes.plot([2 * i + 1 for i in range(len(values))], values, color=colour, marker="o", ms=3, label=name)
+    axes.set(xlabel="position, thousands of tokens", ylabel="perplexity")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def losses(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
+    """Training cross-entropy by tokens: the whole run, and its final quarter."""
+    figure, (whole, final) = _panels(2, (8.4, 3.2))
+    for (name, (tokens, values)), colour in zip(curves.items(), cycle(COLOURS)):
+        smooth = rolling_mean(values, min(WINDOW, len(values) // 20) | 1)
+        last = tokens >= 0.75 * tokens[-1]
+        whole.semilogy(tokens, smooth, color=colour, lw=1.2, label=name)
+        final.plot(tokens[last], smooth[last], color=colour, lw=1.2)
+    whole.set(xlabel="tokens", ylabel="cross-entropy", title="whole run")
+    final.set(xlabel="tokens", title="final quarter")
+    whole.legend(frameon=False, fontsize=8)
     return figure
 
 

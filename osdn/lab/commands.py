@@ -84,10 +84,7 @@ def recall(
         "accuracy": fig.accuracy_by_pairs(results),
         "residual": fig.residual_by_position(results, task.boundaries()),
     }
-    if len(eta) > 1:
-        figures["eta_accuracy"] = fig.step_size_sweep(results, "accuracy", "accuracy")
-        figures["eta_residual"] = fig.step_size_sweep(results, "q_geo", "residual ratio q_geo")
-    _finish(figures, output)
+    _finish(figures | _sweep_figures(results, ["accuracy", "accuracy_2x", "q_geo"], eta), output)
 
 
 @app.command(cls=ManyValues)
@@ -130,10 +127,7 @@ def text(
         "loss": fig.loss_by_position(results),
         "residual": fig.residual_by_position(results),
     }
-    if len(eta) > 1:
-        figures["eta_loss"] = fig.step_size_sweep(results, "loss", "validation loss")
-        figures["eta_residual"] = fig.step_size_sweep(results, "q_geo", "residual ratio q_geo")
-    _finish(figures, output)
+    _finish(figures | _sweep_figures(results, ["loss", "q_geo"], eta), output)
 
 
 def demo(
@@ -150,7 +144,10 @@ def _sweep(names: Sequence[str], etas: Sequence[float], boxes: Sequence[str]) ->
     from osdn.lab.variants import sweep
 
     try:
-        return sweep(names, etas, [_bounds(box) for box in boxes])
+        found = sweep(names, etas, [_bounds(box) for box in boxes])
+        for variant in found:
+            variant.config(width=64)  # refuses what no model can be built from
+        return found
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -171,10 +168,20 @@ def _experiment(
     with runner.progress_bar(console) as progress:
         bar = progress.add_task(title, total=sum(runner.cost(run) for run in runs), live="")
         results = summary.group(variants, runner.run_all(runs, output, progress, bar, jobs))
-    rows = summary.summarize(results, metrics)
+    first = next(iter(results.values()))[0]
+    rows = summary.summarize(results, [metric for metric in metrics if metric in first])
     console.print(summary.table(rows, title))
     summary.write(results, rows, output)
     return results
+
+
+def _sweep_figures(results: "Results", metrics: list[str], etas: Sequence[float]) -> dict[str, Any]:
+    from osdn.lab.figures import step_size_sweep
+
+    first = next(iter(results.values()))[0]
+    if len(etas) < 2:
+        return {}
+    return {f"eta_{metric}": step_size_sweep(results, metric) for metric in metrics if metric in first}
 
 
 def _finish(figures: dict[str, Any], output: Path) -> None:

@@ -95,9 +95,9 @@ def loss_by_position(results: Results, bins: int = 16) -> Figure:
     return figure
 
 
-def step_size_sweep(results: Results, metric: str, label: str) -> Figure:
+def step_size_sweep(results: Results, metric: str) -> Figure:
     """A metric against eta, one line a variant and box; the plain baselines are level lines."""
-    figure, axes = _panel("eta", label)
+    figure, axes = _panel("eta", metric.replace("_", " "))
     lines: dict[str, list[tuple[float, Any]]] = {}
     for variant, mine in results.items():
         value = estimate([r[metric] for r in mine])

@@ -102,7 +102,7 @@ def test_the_command_sweeps_and_writes_tables_and_figures(tmp_path):
         "runs.csv",
         "accuracy.svg",
         "residual.png",
-        "eta_residual.svg",
+        "eta_q_geo.svg",
     } <= names
     assert sum(name.endswith(".json") for name in names) == 1 + 3 * 2
     variants = {row["variant"] for row in json.loads((tmp_path / "summary.json").read_text())["rows"]}
@@ -111,7 +111,13 @@ def test_the_command_sweeps_and_writes_tables_and_figures(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [(["--variants", "osdm"], "osdm"), (["--box", "2"], "box"), (["--length", "12"], "length")],
+    [
+        (["--variants", "osdm"], "osdm"),
+        (["--box", "2"], "box"),
+        (["--box", "2:0.5"], "bounds"),
+        (["--eta", "-1"], "eta"),
+        (["--length", "12"], "length"),
+    ],
 )
 def test_bad_options_are_explained(options, word):
     result = CliRunner().invoke(app, [*COMMAND, *options])

@@ -93,6 +93,7 @@ def task_texts(name: str) -> Iterator[str]:
     own = evaluation.submodule_search_locations if evaluation else None
     manager = TaskManager(include_path=[str(Path(folder)) for folder in own] if own else None)
     base = name.removesuffix("_twice")
+    base = {"squad": "squad_completion"}.get(base, base)  # what the paper calls SQuAD
     known = next((n for n in (name, base) if n in manager.all_tasks), None)
     if known is None:
         raise ValueError(f"{name} is not a task of lm_eval; `lm_eval ls tasks` lists them")

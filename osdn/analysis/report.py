@@ -414,7 +414,7 @@ th, td { padding: .22rem .7rem .22rem 0; text-align: right; white-space: nowrap;
 th:first-child { text-align: left; position: sticky; left: 0; background: #fff; font-weight: 600; }
 thead th { color: #5a6372; border-bottom: 1px solid #c9ced8; }
 tr.rule > * { border-top: 1px dashed #c9ced8; }
-.none { color: #b9bfca; } small { color: #6b7482; }
+.none { color: #8f98a8; } small { color: #6b7482; }
 li { font-size: .82rem; overflow-wrap: anywhere; }
 </style>
 </head>

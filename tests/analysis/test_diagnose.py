@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from osdn import OSDNForCausalLM
 from osdn.analysis.capture import capture
 from osdn.analysis.diagnose import BINS, diagnose
-from osdn.analysis.prompts import Prompt, encode, find_second_reading, select
+from osdn.analysis.prompts import Prompt, encode, find_second_reading, select, task_texts
 from osdn.analysis.residuals import residuals, scale_trajectory
 from osdn.cli import app
 from osdn.models import save_flash_linear_attention
@@ -113,6 +113,36 @@ def test_a_long_prompt_keeps_its_end():
 def test_prompts_come_from_one_place():
     with pytest.raises(ValueError, match="not from both"):
         select(byte_tokenizer(), object(), ["fda_twice"], 1, 8)
+
+
+def test_prompts_of_an_evaluation_task(tmp_path, monkeypatch):
+    tasks = pytest.importorskip("lm_eval.tasks", reason="lm_eval is an extra")
+    data = [{"text": f"The name is {name}.", "value": name} for name in ("Ann", "Bob")]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    (tmp_path / "mini.yaml").write_text(
+        f"""task: mini
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {tmp_path}/data.jsonl}}}}
+output_type: generate_until
+validation_split: validation
+doc_to_text: "{{{{text}}}} Name:"
+doc_to_target: "{{{{value}}}}"
+"""
+    )
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    original = tasks.TaskManager
+    monkeypatch.setattr(tasks, "TaskManager", lambda include_path: original(include_path=str(tmp_path)))
+    texts = ["The name is Ann. Name:", "The name is Bob. Name:"]
+    assert list(task_texts("mini")) == texts
+    assert list(task_texts("mini_twice")) == [f"{text}\n{text}" for text in texts]
+    with pytest.raises(ValueError, match="nothing is not a task"):
+        next(task_texts("nothing"))
+
+
+def test_a_task_without_lm_eval_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("osdn.analysis.prompts.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install"):
+        next(task_texts("fda_twice"))
 
 
 @pytest.fixture(scope="module")

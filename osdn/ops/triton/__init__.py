@@ -1,0 +1,94 @@
+"""The `triton` backend: GPU kernels for CUDA and ROCm.
+
+The kernels are imported on first use.  On a CPU they run in Triton's interpreter, for tests, when
+TRITON_INTERPRET=1 is set before that.
+"""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from osdn.ops.checks import Scaling
+
+
+def available(device: str | torch.device = "cuda") -> bool:
+    """Whether the kernels run on `device` here."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if torch.device(device).type == "cuda":
+        return torch.cuda.is_available()
+    return torch.device(device).type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def precondition_keys(
+    k: Tensor,
+    beta: Tensor,
+    retention: float | Tensor,
+    initial_scale: Tensor | None,
+    settings: Scaling,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    from osdn.ops.triton import autograd
+
+    return autograd.precondition_keys(k, beta, retention, initial_scale, settings, cu_seqlens)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    write_keys: Tensor | None,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    from osdn.ops.triton import autograd
+
+    return autograd.delta_rule(q, k, v, beta, write_keys, log_decay, initial_state, scale, cu_seqlens)
+
+
+def online_scaled_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    retention: float | Tensor,
+    initial_scale: Tensor | None,
+    settings: Scaling,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from osdn.ops.triton import autograd
+
+    return autograd.online_scaled_delta_rule(
+        q, k, v, beta, retention, initial_scale, settings, log_decay, initial_state, scale, cu_seqlens
+    )
+
+
+def decode_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    retention: float | Tensor,
+    initial_scale: Tensor | None,
+    settings: Scaling | None,
+    log_decay: Tensor | None,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """One token or a few of every sequence, both phases in one launch, `state` updated in place.
+
+    For an engine that owns its state.  The arguments are those of `online_scaled_delta_rule`; settings=None is
+    the delta rule without phase 1.  Returns the outputs [B, T, HV, V] and the final scale [B, HV, K], which
+    has no elements without phase 1.
+    """
+    from osdn.ops.triton import autograd
+
+    return autograd.decode_(q, k, v, beta, retention, initial_scale, settings, log_decay, state, scale)

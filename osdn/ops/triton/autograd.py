@@ -1,0 +1,422 @@
+"""The backend's functions: PyTorch operators around the launches.
+
+Each phase is one custom operator, opaque to `torch.compile` but for the shapes of its results, and its
+backward is another.  Where nobody is watching, as in decoding, the launches are made directly.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from osdn.ops.checks import Scaling
+from osdn.ops.triton import decode, phase1, phase1_backward, phase2, phase2_backward
+from osdn.ops.triton.chunks import chunks_of
+
+# Up to this many tokens one launch of the recurrence costs less than the four of the chunks.
+RECURRENT_UP_TO = 16
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def precondition_keys(
+    k: Tensor,
+    beta: Tensor,
+    retention: float | Tensor,
+    initial_scale: Tensor | None,
+    settings: Scaling,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    _check_dtype(k)
+    r, numbers = _retention(retention), _numbers(retention, settings)
+    tensors = (k, beta, r, initial_scale, cu_seqlens)
+    w, final_scale, *_ = _call(_precondition, _precondition_keys, *tensors, numbers, settings.beta_aware)
+    return w, final_scale
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    write_keys: Tensor | None,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    _check_dtype(k)
+    w = write_keys if write_keys is None else write_keys.to(k.dtype)
+    tensors = (q, k, v, beta, w, log_decay, initial_state)
+    if k.shape[1] <= RECURRENT_UP_TO and not _differentiable(tensors):
+        o, final_state, _ = _call(_recurrent, _recur, *tensors, None, None, cu_seqlens, scale, None, False)
+        return o, final_state
+    o, final_state = _call(_rule, _delta_rule, *tensors, cu_seqlens, scale)
+    return o, final_state
+
+
+def online_scaled_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    retention: float | Tensor,
+    initial_scale: Tensor | None,
+    settings: Scaling,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_dtype(k)
+    tensors = (q, k, v, beta, None, log_decay, initial_state, _retention(retention), initial_scale)
+    if k.shape[1] <= RECURRENT_UP_TO and not _differentiable(tensors):
+        numbers = _numbers(retention, settings)
+        o, final_state, final_scale = _call(
+            _recurrent, _recur, *tensors, cu_seqlens, scale, numbers, settings.beta_aware
+        )
+        return o, final_state, final_scale
+    w, final_scale = precondition_keys(k, beta, retention, initial_scale, settings, cu_seqlens)
+    o, final_state = delta_rule(q, k, v, beta, w, log_decay, initial_state, scale, cu_seqlens)
+    return o, final_state, final_scale
+
+
+def _check_dtype(k: Tensor) -> None:
+    if k.dtype not in DTYPES:
+        raise ValueError(
+            f'k has dtype {k.dtype}; backend="triton" takes float32, bfloat16 and float16, '
+            'backend="chunkwise" takes float64 on any device'
+        )
+
+
+def _differentiable(arguments: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
+def _call(operator: Any, plain: Callable[..., Any], *arguments: Any) -> Any:
+    """Through the dispatcher when a gradient or a compiler is watching, directly when not."""
+    watched = torch.compiler.is_compiling() or _differentiable(arguments)
+    return (operator if watched else plain)(*arguments)
+
+
+def _retention(retention: float | Tensor) -> Tensor | None:
+    return retention if isinstance(retention, Tensor) else None
+
+
+def _numbers(retention: float | Tensor, settings: Scaling) -> list[float]:
+    """The settings of phase 1 as an operator takes them; `_scaling` undoes it."""
+    constant = 1.0 if isinstance(retention, Tensor) else retention
+    return [constant, settings.eta, settings.eps, *(settings.bounds or ())]
+
+
+def _scaling(numbers: Sequence[float], beta_aware: bool) -> tuple[float, Scaling]:
+    constant, eta, eps, *bounds = numbers
+    return constant, Scaling(eta, (bounds[0], bounds[1]) if bounds else None, beta_aware, eps)
+
+
+def _sequences(k: Tensor, cu_seqlens: Tensor | None) -> int:
+    return k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _per_key_head(grad: Tensor, k: Tensor) -> Tensor:
+    """Value heads that share a key head have its gradient added up."""
+    return grad if grad.shape[2] == k.shape[2] else grad.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype)
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Any]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError(
+        'backend="triton" has no second derivatives; use backend="chunkwise" or backend="reference" for them'
+    )
+
+
+# ---------------------------------------------------------------------------------------------- phase 1
+def _phase1_inputs(
+    k: Tensor,
+    beta: Tensor,
+    r: Tensor | None,
+    d: Tensor | None,
+    cu: Tensor | None,
+    numbers: Sequence[float],
+    aware: bool,
+) -> phase1.Inputs:
+    constant, settings = _scaling(numbers, aware)
+    k, beta, r, d = _contiguous(k, beta, r, d)
+    at = chunks_of(k.shape[0], k.shape[1], cu, k.device)
+    return phase1.Inputs(k, beta, constant if r is None else r, d, settings, at)
+
+
+def _precondition_keys(
+    k: Tensor,
+    beta: Tensor,
+    retention: Tensor | None,
+    initial_scale: Tensor | None,
+    cu_seqlens: Tensor | None,
+    numbers: Sequence[float],
+    beta_aware: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Write keys and final scale, and the three fields of `phase1.Steps` for the backward."""
+    inputs = _phase1_inputs(k, beta, retention, initial_scale, cu_seqlens, numbers, beta_aware)
+    w, final_scale, steps = phase1.forward(inputs)
+    return w, final_scale, *steps
+
+
+_precondition = torch.library.custom_op("osdn::triton_precondition_keys", _precondition_keys, mutates_args=())
+
+
+@_precondition.register_fake
+def _(k, beta, retention, initial_scale, cu_seqlens, numbers, beta_aware):  # type: ignore[no-untyped-def]
+    w, final_scale, steps = phase1.empty_outputs(k, beta, _sequences(k, cu_seqlens))
+    return w, final_scale, *steps
+
+
+@torch.library.custom_op("osdn::triton_precondition_keys_backward", mutates_args=())
+def _precondition_backward(
+    k: Tensor,
+    beta: Tensor,
+    retention: Tensor | None,
+    initial_scale: Tensor | None,
+    cu_seqlens: Tensor | None,
+    checkpoints: Tensor,
+    bound: Tensor,
+    u: Tensor,
+    grad_write_keys: Tensor,
+    grad_final_scale: Tensor | None,
+    numbers: Sequence[float],
+    beta_aware: bool,
+) -> list[Tensor]:
+    """Gradients of the first four arguments; one of no elements for an argument that is not there."""
+    inputs = _phase1_inputs(k, beta, retention, initial_scale, cu_seqlens, numbers, beta_aware)
+    steps = phase1.Steps(checkpoints, bound, u)
+    grads = phase1_backward.backward(inputs, steps, *_contiguous(grad_write_keys, grad_final_scale))
+    return _as_given((k, beta, retention, initial_scale), (_per_key_head(grads.k, k), *grads[1:]))
+
+
+def _as_given(arguments: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients in their arguments' dtypes; none of two may share memory."""
+    return [torch.empty(0) if x is None or g is None else g.to(x.dtype) for x, g in zip(arguments, grads)]
+
+
+def _like(*arguments: Tensor | None) -> list[Tensor]:
+    """What `_as_given` returns, but for its values."""
+    return [torch.empty(0) if x is None else x.new_empty(x.shape) for x in arguments]
+
+
+@_precondition_backward.register_fake
+def _(k, beta, retention, initial_scale, *others):  # type: ignore[no-untyped-def]
+    return _like(k, beta, retention, initial_scale)
+
+
+_precondition_backward.register_autograd(_refuse_double_backward)
+
+
+def _save_precondition(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.numbers, ctx.beta_aware = inputs
+    ctx.save_for_backward(*tensors, *output[2:])
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_precondition(
+    ctx: Any, grad_w: Tensor | None, grad_d: Tensor | None, *_: Any
+) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    k, beta = saved[:2]
+    if grad_w is None:
+        grad_w = k.new_zeros(*beta.shape, k.shape[3])
+    grads = _precondition_backward(*saved, grad_w, grad_d, ctx.numbers, ctx.beta_aware)
+    return (*(None if x is None else g for x, g in zip(saved, grads)), None, None, None)
+
+
+_precondition.register_autograd(_differentiate_precondition, setup_context=_save_precondition)
+
+
+# ---------------------------------------------------------------------------------------------- phase 2
+def _phase2_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    w: Tensor | None,
+    g: Tensor | None,
+    S: Tensor | None,
+    cu: Tensor | None,
+) -> phase2.Inputs:
+    q, k, v, beta, w, g, S = _contiguous(q, k, v, beta, w, g, S)
+    at = chunks_of(k.shape[0], k.shape[1], cu, k.device)
+    return phase2.Inputs(q, k, v, beta, k if w is None else w, g, S, at)
+
+
+def _delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    write_keys: Tensor | None,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and final state."""
+    return phase2.forward(
+        _phase2_inputs(q, k, v, beta, write_keys, log_decay, initial_state, cu_seqlens), scale
+    )
+
+
+_rule = torch.library.custom_op("osdn::triton_delta_rule", _delta_rule, mutates_args=())
+
+
+def _outputs(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    shape = (_sequences(k, cu_seqlens), v.shape[2], k.shape[3], v.shape[3])
+    return v.new_empty(v.shape), k.new_empty(shape, dtype=torch.float32)
+
+
+@_rule.register_fake
+def _(q, k, v, beta, write_keys, log_decay, initial_state, cu_seqlens, scale):  # type: ignore[no-untyped-def]
+    return _outputs(k, v, cu_seqlens)
+
+
+@torch.library.custom_op("osdn::triton_delta_rule_backward", mutates_args=())
+def _rule_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    write_keys: Tensor | None,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    grad_o: Tensor,
+    grad_final_state: Tensor | None,
+    scale: float,
+) -> list[Tensor]:
+    """Gradients of the first seven arguments; one of no elements for an argument that is not there."""
+    inputs = _phase2_inputs(q, k, v, beta, write_keys, log_decay, initial_state, cu_seqlens)
+    grad_o, grad_final_state = _contiguous(grad_o, grad_final_state)
+    grads = phase2_backward.backward(inputs, scale, grad_o, grad_final_state, plain=write_keys is None)
+    arguments = (q, k, v, beta, write_keys, log_decay, initial_state)
+    return _as_given(arguments, (_per_key_head(grads.q, q), _per_key_head(grads.k, k), *grads[2:]))
+
+
+@_rule_backward.register_fake
+def _(q, k, v, beta, write_keys, log_decay, initial_state, *others):  # type: ignore[no-untyped-def]
+    return _like(q, k, v, beta, write_keys, log_decay, initial_state)
+
+
+_rule_backward.register_autograd(_refuse_double_backward)
+
+
+def _save_rule(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_rule(ctx: Any, grad_o: Tensor | None, grad_S: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    if grad_o is None:
+        grad_o = torch.zeros_like(saved[2])
+    grads = _rule_backward(*saved, grad_o, grad_S, ctx.scale)
+    return (*(None if x is None else g for x, g in zip(saved, grads)), None, None)
+
+
+_rule.register_autograd(_differentiate_rule, setup_context=_save_rule)
+
+
+# -------------------------------------------------------------------------------- a few tokens, both phases
+def _recur(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    write_keys: Tensor | None,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    retention: Tensor | None,
+    initial_scale: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    numbers: Sequence[float] | None,
+    beta_aware: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, final state and, with `numbers`, the final scale."""
+    inputs = _phase2_inputs(q, k, v, beta, write_keys, log_decay, initial_state, cu_seqlens)
+    scaling = None
+    if numbers is not None:
+        scaling = _phase1_inputs(k, beta, retention, initial_scale, cu_seqlens, numbers, beta_aware)
+    return decode.forward(inputs, scaling, scale)
+
+
+_recurrent = torch.library.custom_op("osdn::triton_recurrent", _recur, mutates_args=())
+
+
+@_recurrent.register_fake
+def _(q, k, v, beta, w, g, S, r, d, cu_seqlens, scale, numbers, beta_aware):  # type: ignore[no-untyped-def]
+    o, final_state = _outputs(k, v, cu_seqlens)
+    N, HV, K, _ = final_state.shape
+    return o, final_state, k.new_empty(N if numbers is not None else 0, HV, K, dtype=torch.float32)
+
+
+# ----------------------------------------------------------------------------------- decoding in place
+def decode_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    retention: float | Tensor,
+    initial_scale: Tensor | None,
+    settings: Scaling | None,
+    log_decay: Tensor | None,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    _check_dtype(k)
+    shape = (k.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    if state.shape != shape or state.dtype != torch.float32 or not state.is_contiguous():
+        raise ValueError(
+            f"state is {list(state.shape)} in {state.dtype} with strides {state.stride()}; "
+            f"to be updated in place it must be [B, HV, K, V] = {list(shape)}, float32 and contiguous"
+        )
+    numbers = None if settings is None else _numbers(retention, settings)
+    aware = settings is not None and settings.beta_aware
+    tensors = (q, k, v, beta, log_decay, state, _retention(retention), initial_scale)
+    if _differentiable(tensors):
+        raise ValueError("decode_ has no gradient; call it under torch.no_grad()")
+    operator = _decode if torch.compiler.is_compiling() else _step
+    o, final_scale = operator(*tensors, scale, numbers, aware)
+    return o, final_scale
+
+
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    retention: Tensor | None,
+    initial_scale: Tensor | None,
+    scale: float,
+    numbers: Sequence[float] | None,
+    beta_aware: bool,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and, with `numbers`, the final scale; the final state is written over `state`."""
+    inputs = _phase2_inputs(q, k, v, beta, None, log_decay, state, None)
+    scaling = None
+    if numbers is not None:
+        scaling = _phase1_inputs(k, beta, retention, initial_scale, None, numbers, beta_aware)
+    o, _, final_scale = decode.forward(inputs, scaling, scale, in_place=True)
+    return o, final_scale
+
+
+_decode = torch.library.custom_op("osdn::triton_decode", _step, mutates_args=("state",))
+
+
+@_decode.register_fake
+def _(q, k, v, beta, log_decay, state, retention, initial_scale, scale, numbers, beta_aware):  # type: ignore[no-untyped-def]
+    N, HV, K, _ = state.shape
+    return v.new_empty(v.shape), k.new_empty(N if numbers is not None else 0, HV, K, dtype=torch.float32)

@@ -215,7 +215,7 @@ CAPTIONS = {
     "contraction”. Bands are intervals over seeds.",
     "residual on text": "The same on held-out text, where nothing is repeated on purpose.",
     "text": "Training loss on Python's standard library, nats a token.",
-    "position": "Loss on held-out files by position: further into the text, the state knows more of it.",
+    "position": "Loss on held-out files by position; every window starts with an empty state.",
 }
 NOT_SHOWN = """
 <p>What it does not show: these models are tiny and trained for seconds. The paper

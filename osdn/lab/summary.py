@@ -51,20 +51,19 @@ def summarize(results: Results, metrics: Sequence[str]) -> list[Row]:
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    """The rows for a terminal, one line a variant."""
-    metrics = list(dict.fromkeys(row.metric for row in rows))
-    seeds = rows[0].value.seeds
-    found = Table(title=f"{title}, mean of {seeds} seeds [95 %]", title_justify="left", box=box.SIMPLE_HEAD)
-    found.add_column("variant", no_wrap=True)
-    for metric in metrics:
-        found.add_column(metric.replace("_", " "), justify="right", no_wrap=True)
-        found.add_column("difference", justify="right", no_wrap=True)
-    by_variant: dict[str, list[str]] = {}
-    for row in rows:
-        difference = "" if row.difference is None else str(row.difference)
-        by_variant.setdefault(row.variant, []).extend([str(row.value), difference])
-    for variant, cells in by_variant.items():
-        found.add_row(variant, *cells)
+    """The rows for a terminal of 80 columns."""
+    found = Table(title=f"{title}, {rows[0].value.seeds} seeds", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("", "variant", "mean [95 %]", "difference [95 %]", "p"):
+        found.add_column(column, no_wrap=True)
+    for metric in dict.fromkeys(row.metric for row in rows):
+        name = metric.replace("_", " ")
+        for row in (row for row in rows if row.metric == metric):
+            d = row.difference
+            found.add_row(
+                name, row.variant, str(row.value), *(("", "") if d is None else (str(d), f"{d.p_value:.2g}"))
+            )
+            name = ""
+        found.add_section()
     return found
 
 

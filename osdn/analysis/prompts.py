@@ -97,7 +97,7 @@ def task_texts(name: str) -> Iterator[str]:
     known = next((n for n in (name, base) if n in manager.all_tasks), None)
     if known is None:
         raise ValueError(f"{name} is not a task of lm_eval; `lm_eval ls tasks` lists them")
-    task = manager.load_task_or_group(known)[known]
+    task = manager.load(known)["tasks"][known]
     docs = task.validation_docs() if task.has_validation_docs() else task.test_docs()
     for doc in docs:
         text = task.doc_to_text(doc)

@@ -115,6 +115,7 @@ def test_prompts_come_from_one_place():
         select(byte_tokenizer(), object(), ["fda_twice"], 1, 8)
 
 
+@pytest.mark.slow  # lm_eval reads thousands of task files first
 def test_prompts_of_an_evaluation_task(tmp_path, monkeypatch):
     tasks = pytest.importorskip("lm_eval.tasks", reason="lm_eval is an extra")
     data = [{"text": f"The name is {name}.", "value": name} for name in ("Ann", "Bob")]

@@ -40,8 +40,10 @@ def rolling_mean(x: np.ndarray, window: int) -> np.ndarray:
 def plot_losses(runs: Sequence[str | Path], output: str | Path) -> Path:
     """Draw the loss curves of runs into `output`, a PNG, SVG or PDF."""
     figure, (whole, final) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for i, run in enumerate(runs):
-        tokens, losses = loss_curve(run)
+    curves = [loss_curve(run) for run in runs]
+    billions = max(tokens[-1] for tokens, _ in curves) >= 1e9
+    for i, (run, (tokens, losses)) in enumerate(zip(runs, curves)):
+        tokens = tokens / (1e9 if billions else 1e6)
         steps_a_log = max(1, round(Metrics.read(run)[-1]["step"] / len(losses)))
         window = min(WINDOW // steps_a_log, len(losses) // 20) | 1
         smooth = rolling_mean(losses, window)
@@ -53,7 +55,7 @@ def plot_losses(runs: Sequence[str | Path], output: str | Path) -> Path:
     whole.set_title("Whole run", loc="left", fontsize=10)
     final.set_title("Final quarter", loc="left", fontsize=10)
     for axis in (whole, final):
-        axis.set_xlabel("tokens")
+        axis.set_xlabel(f"{'billions' if billions else 'millions'} of tokens")
         axis.set_ylabel("cross-entropy, nats a token")
         axis.yaxis.set_major_formatter("{x:.2f}")
         axis.yaxis.set_minor_formatter("{x:.1f}" if axis is whole else "")

@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 import yaml  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list
@@ -29,9 +28,9 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
 from osdn.models import OSDNConfig, OSDNForCausalLM, describe
-from osdn.models.modeling_osdn import OSDNBlock
 from osdn.training import checkpoints
 from osdn.training.data import load_source, load_tokenizer
+from osdn.training.memory import LESS_MEMORY, check_memory
 from osdn.training.monitor import Diagnostics, Metrics, Progress, Stop, matmul_flops
 from osdn.training.packing import PackedRows, Pieces, Position
 from osdn.training.settings import Settings
@@ -41,7 +40,6 @@ logger = logging.getLogger(__name__)
 POSITION = "position.json"
 # Vectors and numbers that are not weights of a product; the paper's recipe leaves them alone.
 NO_DECAY = re.compile(r"(^|\.)(A_log|dt_bias|bias|\w*norm\.weight)$")
-COUNTED_TOKENS = 64  # whose activations are counted to know those of a row
 
 
 class TrainingError(RuntimeError):
@@ -57,9 +55,7 @@ class PackedTrainer(Trainer):
         self.settings, self.rows, self.skipped_steps = settings, rows, skipped_steps
         super().__init__(**kwargs)
         self.position = rows.position
-        self.train_flops = (
-            3 * describe(self.model).forward_flops
-        )  # of a token: the backward is twice the forward
+        self.train_flops = 3 * describe(self.model).forward_flops  # of a token; the backward is two forwards
         self.peak_flops = matmul_flops(self.args.device, torch.bfloat16 if self.args.bf16 else torch.float32)
         self.logged = (0, 0.0)  # step and time of the last log
         self.more_logs: dict[str, float] = {}  # what goes with the next one
@@ -72,6 +68,12 @@ class PackedTrainer(Trainer):
             state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
             state.distributed_type = DistributedType.FSDP
             self.is_fsdp_enabled = True
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+        """How often to save and to log is this command's to say, not the checkpoint's."""
+        trained: tuple[int, int] = super()._init_training_state(max_steps, *args)
+        self.state.compute_steps(self.args, max_steps)
+        return trained
 
     def get_train_dataloader(self) -> DataLoader:
         gpu = self.args.device.type != "cpu"
@@ -289,53 +291,6 @@ def check_vocabulary(config: OSDNConfig, tokenizer: PreTrainedTokenizerBase) -> 
             f"data.tokenizer has {len(tokenizer):,} tokens and the model's vocabulary {config.vocab_size:,}; "
             f"set model.vocab_size to {len(tokenizer)} or more, or use another tokenizer"
         )
-
-
-LESS_MEMORY = "Set training.gradient_checkpointing, a smaller data.seq_len, or fsdp2 on more devices."
-
-
-def check_memory(config: OSDNConfig, settings: Settings, device: torch.device, devices: int) -> None:
-    """Refuse what cannot fit: weights, gradients, AdamW's moments, and what the backward needs of a row."""
-    shards = devices if settings.training.parallelism == "fsdp2" else 1
-    weights, activations = 16 * describe(config).parameters / shards, 0.0
-    if device.type == "cpu":
-        free = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    else:
-        free = torch.cuda.mem_get_info(device)[0]
-    if weights < free:
-        tokens, layers = settings.data.seq_len, config.num_hidden_layers
-        halved = device.type != "cpu" and settings.training.precision == "bfloat16"
-        block = activation_bytes(config) * tokens / (2 if halved else 1)
-        activations = block * layers
-        if settings.training.gradient_checkpointing:  # one block at a time, and the float32 input of each
-            activations = block + 4 * layers * config.hidden_size * tokens
-    if weights + activations > free:
-        raise ValueError(
-            f"this run needs at least {weights / 1e9:.1f} GB for weights, gradients and moments and "
-            f"{activations / 1e9:.1f} GB for the activations of {settings.data.seq_len:,} tokens; {device} "
-            f"has {free / 1e9:.1f} GB free.\n{LESS_MEMORY}"
-        )
-
-
-def activation_bytes(config: OSDNConfig) -> float:
-    """What a token leaves behind in one block for the backward, counted on a few tokens in float32."""
-    with torch.random.fork_rng(devices=[]):
-        block = OSDNBlock(config, layer_idx=0)
-    own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    seen: dict[int, int] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    x = torch.randn(1, COUNTED_TOKENS, config.hidden_size, generator=torch.Generator().manual_seed(0))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        y = block(x)
-    total = sum(seen.values())
-    del y  # until here the graph was held, so that no address was used twice
-    return total / COUNTED_TOKENS
 
 
 def _prepare(run: Path, settings: Settings) -> Path | None:

@@ -77,17 +77,14 @@ def test_sigterm_saves_and_exits_and_the_run_continues(write_config, whole, tmp_
 def test_killed_again_and_again_at_random_moments(write_config, whole, tmp_path, seed):
     generator = random.Random(seed)
     config, run = write_config("killed", **LONG), tmp_path / "killed"
-    kills = 0
+    kills, done = 0, 0
     while True:
-        before = len(Metrics.read(run)) if (run / "metrics.jsonl").exists() else 0
         process = start(config)
-        # some kills come before the first step, the others anywhere in the next steps
-        if kills % 4 != 3:
-            while process.poll() is None and not _progress(run, before):
-                time.sleep(0.001)
-        deadline = time.monotonic() + generator.uniform(0, 1.0)
-        while process.poll() is None and time.monotonic() < deadline:
+        # every fourth kill comes while it is still loading, the others anywhere in the next few steps
+        goal = 0 if kills % 4 == 3 else done + generator.randint(1, 7)
+        while process.poll() is None and _last_step(run) < goal:
             time.sleep(0.001)
+        time.sleep(generator.uniform(0, 0.3))
         if process.poll() is not None:
             break
         os.kill(process.pid, signal.SIGKILL)
@@ -95,12 +92,13 @@ def test_killed_again_and_again_at_random_moments(write_config, whole, tmp_path,
         kills += 1
         for checkpoint in checkpoints.checkpoints(run):
             assert checkpoints.damage(checkpoint) is None
+        done = max(map(checkpoints.step_of, checkpoints.checkpoints(run)), default=0)
     assert process.returncode == 0, process.stdout.read()
     assert kills > 2
     assert weights(run) == weights(whole)
     assert [line["step"] for line in Metrics.read(run)] == list(range(1, STEPS + 1))
 
 
-def _progress(run, before):
-    path = run / "metrics.jsonl"
-    return path.exists() and len(Metrics.read(run)) != before
+def _last_step(run):
+    lines = Metrics.read(run) if (run / "metrics.jsonl").exists() else []
+    return lines[-1]["step"] if lines else 0

@@ -17,9 +17,10 @@ from osdn.layers import TokenMixer
 from osdn.models.modeling_osdn import OSDNBlock
 from osdn.ops import precondition_keys
 from osdn.training import trainer as module
+from osdn.training.memory import activation_bytes, check_memory
 from osdn.training.monitor import Metrics, measure
 from osdn.training.settings import load_settings
-from osdn.training.trainer import PackedTrainer, TrainingError, activation_bytes, check_memory, train
+from osdn.training.trainer import PackedTrainer, TrainingError, train
 from tests.training.conftest import CONFIG
 
 
@@ -153,6 +154,27 @@ def test_a_finished_run_is_left_alone_and_another_is_not_mixed_with_it(write_con
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
+def test_a_result_that_was_not_written_is_made_of_the_last_checkpoint(write_config, tmp_path):
+    settings = load_settings(write_config(training={"steps": 2}))
+    train(settings)
+    before = weights(tmp_path / "run")
+    (tmp_path / "run" / "model").rename(tmp_path / "gone")
+    train(settings)
+    assert weights(tmp_path / "run") == before
+
+
+def test_how_often_to_save_may_change_on_the_way(write_config, tmp_path):
+    train(load_settings(write_config()))
+    run = tmp_path / "run"
+    (run / "model").rename(tmp_path / "gone")
+    shutil.rmtree(run / "checkpoint-12")
+    train(load_settings(write_config(), ["checkpoints.every=1", "checkpoints.keep=9", "logging.every=2"]))
+    assert {path.name for path in run.glob("checkpoint-*")} == {
+        f"checkpoint-{n}" for n in (4, 8, 9, 10, 11, 12)
+    }
+    assert [line["step"] for line in Metrics.read(run)] == [*range(1, 9), 10, 12]
+
+
 def poison(monkeypatch, steps):
     """Make the gradient of these steps infinite."""
     step = PackedTrainer.training_step
@@ -253,7 +275,7 @@ def test_checkpointing_makes_a_run_fit(write_config, monkeypatch):
     )
     need = 16 * 3.2e6 + activation_bytes(config) * 2**16 * 40
     free = type("Memory", (), {"available": 0.8 * need})
-    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
     check_memory(config, saving, torch.device("cpu"), 1)
     with pytest.raises(ValueError, match=r"gradient_checkpointing"):
         check_memory(config, plain, torch.device("cpu"), 1)

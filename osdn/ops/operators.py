@@ -1,7 +1,7 @@
 """The public operators: arguments are checked and normalised here, then handed to a backend.
 
 A backend is a module with `precondition_keys` and `delta_rule` (and `online_scaled_delta_rule` where it has
-one fused pass) over tensors of one floating dtype.
+one fused pass) over tensors of one floating dtype; `triton` takes queries, keys and values of 16 bits too.
 """
 
 from types import ModuleType
@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osdn.ops import checks, chunkwise, cpu, reference
+from osdn.ops import checks, chunkwise, cpu, reference, triton
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "chunkwise": chunkwise, "cpu": cpu}
+BACKENDS: dict[str, ModuleType] = {
+    "reference": reference,
+    "chunkwise": chunkwise,
+    "cpu": cpu,
+    "triton": triton,
+}
 
 
 def available_backends(device: str | torch.device = "cpu") -> list[str]:
@@ -25,6 +30,8 @@ def available_backends(device: str | torch.device = "cpu") -> list[str]:
     found = ["chunkwise", "reference"]
     if kind == "cpu" and _compiled():
         found.insert(0, "cpu")
+    if kind == "cuda" and _launchable(kind):
+        found.insert(0, "triton")
     return found
 
 
@@ -65,11 +72,11 @@ def precondition_keys(
     checks.tensor("beta", beta, (B, T, HV), "[B, T, HV]", k.device)
     settings = checks.scaling(eta, bounds, beta_aware, eps)
     N = checks.sequence_count(cu_seqlens, B)
-    module = _select(backend, k.device)
+    module = _select(backend, k)
 
     dtype = _compute_dtype(k)
     write_keys, final_scale = module.precondition_keys(
-        _cast(k, dtype),
+        _cast(k, _operand_dtype(module, k)),
         _cast(beta, dtype),
         _retention(retention, (B, T, HV, K), k.device, dtype),
         _initial_scale(initial_scale, (N, HV, K), k.device, dtype),
@@ -115,13 +122,14 @@ def delta_rule(
     checks.flag("output_final_state", output_final_state)
     if write_keys is not None:
         checks.tensor("write_keys", write_keys, (B, T, HV, K), "[B, T, HV, K]", k.device)
-    dtype = _compute_dtype(k)
-    o, final_state = _select(backend, k.device).delta_rule(
-        _cast(q, dtype),
-        _cast(k, dtype),
-        _cast(v, dtype),
+    module = _select(backend, k)
+    dtype, operand = _compute_dtype(k), _operand_dtype(module, k)
+    o, final_state = module.delta_rule(
+        _cast(q, operand),
+        _cast(k, operand),
+        _cast(v, operand),
         _cast(beta, dtype),
-        None if write_keys is None else _cast(write_keys, dtype),
+        None if write_keys is None else _cast(write_keys, operand),
         _log_decay(log_decay, (B, T, HV, K), k.device, dtype),
         None if initial_state is None else _cast(initial_state, dtype),
         _output_scale(scale, K),
@@ -162,16 +170,16 @@ def online_scaled_delta_rule(
     B, T, HV, K, N = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
     checks.flag("output_final_state", output_final_state)
     settings = checks.scaling(eta, bounds, beta_aware, eps)
-    module = _select(backend, k.device)
+    module = _select(backend, k)
 
-    dtype = _compute_dtype(k)
+    dtype, operand = _compute_dtype(k), _operand_dtype(module, k)
     retention = _retention(retention, (B, T, HV, K), k.device, dtype)
     initial_scale = _initial_scale(initial_scale, (N, HV, K), k.device, dtype)
     log_decay = _log_decay(log_decay, (B, T, HV, K), k.device, dtype)
     initial_state = None if initial_state is None else _cast(initial_state, dtype)
     factor = _output_scale(scale, K)
     out_dtype = v.dtype
-    q, k, v, beta = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), _cast(beta, dtype)
+    q, k, v, beta = _cast(q, operand), _cast(k, operand), _cast(v, operand), _cast(beta, dtype)
     if hasattr(module, "online_scaled_delta_rule"):
         o, final_state, final_scale = module.online_scaled_delta_rule(
             q, k, v, beta, retention, initial_scale, settings, log_decay, initial_state, factor, cu_seqlens
@@ -187,9 +195,19 @@ def _compiled() -> bool:
     return cpu.available()
 
 
-def _select(backend: str, device: torch.device) -> ModuleType:
+@torch.compiler.assume_constant_result
+def _launchable(kind: str) -> bool:
+    return triton.available(kind)
+
+
+def _select(backend: str, k: Tensor) -> ModuleType:
+    device = k.device
     if backend == "auto":
-        backend = "cpu" if device.type == "cpu" and _compiled() else "chunkwise"
+        backend = "chunkwise"
+        if device.type == "cpu" and _compiled():
+            backend = "cpu"
+        elif device.type == "cuda" and k.dtype != torch.float64 and _launchable(device.type):
+            backend = "triton"
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(BACKENDS)}')
     if backend == "cpu":
@@ -197,6 +215,10 @@ def _select(backend: str, device: torch.device) -> ModuleType:
             raise ValueError(f'backend="cpu" needs tensors on the CPU; they are on {device}')
         if not _compiled():
             backend = "chunkwise"  # the reason was given when the compilation was tried
+    if backend == "triton" and not _launchable(device.type):
+        raise ValueError(
+            f'backend="triton" needs the package triton and tensors on a GPU; they are on {device}'
+        )
     return BACKENDS[backend]
 
 
@@ -206,6 +228,11 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _compute_dtype(k: Tensor) -> torch.dtype:
     return torch.float64 if k.dtype == torch.float64 else torch.float32
+
+
+def _operand_dtype(module: ModuleType, k: Tensor) -> torch.dtype:
+    """Of queries, keys and values: matrix units take 16 bits as they come and sum in float32."""
+    return k.dtype if module is triton else _compute_dtype(k)
 
 
 def _output_scale(scale: Any, K: int) -> float:

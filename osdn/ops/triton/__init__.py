@@ -85,9 +85,9 @@ def decode_(
 ) -> tuple[Tensor, Tensor]:
     """One token or a few of every sequence, both phases in one launch, `state` updated in place.
 
-    For an engine that owns its state.  The arguments are those of `online_scaled_delta_rule`; settings=None is
-    the delta rule without phase 1.  Returns the outputs [B, T, HV, V] and the final scale [B, HV, K], which
-    has no elements without phase 1.
+    For an engine that owns its state.  The arguments are those of `online_scaled_delta_rule`, settings=None
+    being the delta rule without phase 1.  Returns the outputs [B, T, HV, V] and the final scale [B, HV, K],
+    which has no elements without phase 1.
     """
     from osdn.ops.triton import autograd
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,7 @@ def launches(
     with launch.recording(gpu) as recorded:
         for T in (64, phase1.PARALLEL_FROM):
             _call_everything(T, K, V, decay, dtype)
-    distinct = {(x.kernel.__name__, _variant(x), *x.options.items()): x for x in recorded}
+    distinct = {(x.kernel.__name__, _variant(x)): x for x in recorded}
     return list(distinct.values())
 
 
@@ -105,8 +106,8 @@ def _variant(x: launch.Launch) -> str:
     return " ".join(variant)
 
 
-def compile_for(gpu: str, x: launch.Launch) -> Resources:
-    arguments = {**x.arguments, **x.options}
+def compile_for(gpu: str, x: launch.Launch, blocks: launch.Options) -> Resources:
+    arguments = {**x.arguments, **blocks}
     signature, constants, alignment = {}, {}, {}
     for index, name in enumerate(x.kernel.arg_names):
         value = arguments[name]
@@ -120,7 +121,7 @@ def compile_for(gpu: str, x: launch.Launch) -> Resources:
         else:
             signature[name] = "constexpr"
             constants[name] = value
-    options = {name: x.options[name] for name in ("num_warps", "num_stages")}
+    options = {name: blocks[name] for name in ("num_warps", "num_stages")}
     source = ASTSource(x.kernel, signature, constants, alignment)
     compiled = triton.compile(source, target=GPUS[gpu].target, options={**options, **launch.COMPILER})
     return _nvidia(compiled) if "cubin" in compiled.asm else _amd(compiled)
@@ -144,38 +145,43 @@ def _amd(compiled: Any) -> Resources:
     return Resources(registers, field("vgpr_spill_count"), stack, compiled.metadata.shared)
 
 
-def report(gpus: list[str], shapes: list[tuple[int, int]], decays: list[str]) -> Iterator[Row]:
-    seen = set()
+def report(gpus: list[str], decays: list[str], quick: bool) -> Iterator[Row]:
+    """With `quick`, K = V = 128 and what is launched alone, without what autotuning would try."""
     for gpu in gpus:
-        for K, V in shapes:
-            for decay in decays:
-                for x in launches(gpu, K, V, decay):
-                    row = (gpu, x.kernel.__name__, _variant(x), x.options)
-                    if str(row) not in seen:
-                        seen.add(str(row))
-                        yield Row(*row, compile_for(gpu, x))
+        seen = set()  # a kernel that knows nothing of V or of decay comes up again
+        for (K, V), decay in product(SHAPES[:1] if quick else SHAPES, decays):
+            for x in launches(gpu, K, V, decay):
+                name = (x.kernel.__name__, _variant(x))
+                if name not in seen:
+                    seen.add(name)
+                    for blocks in x.candidates[:1] if quick else x.candidates:
+                        yield Row(gpu, *name, blocks, compile_for(gpu, x, blocks))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m osdn.ops.triton.aot", description=__doc__.split("\n")[0])
     parser.add_argument("--gpu", choices=list(GPUS), nargs="+", default=list(GPUS))
     parser.add_argument("--decay", choices=DECAYS, nargs="+", default=list(DECAYS))
-    parser.add_argument("--quick", action="store_true", help="K = V = 128 alone")
+    parser.add_argument("--quick", action="store_true", help="K = V = 128, and no rows for autotuning")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("unset TRITON_INTERPRET: the interpreter compiles nothing")
-    shapes = list(SHAPES[:1] if arguments.quick else SHAPES)
-    print(f"{'GPU':7} {'kernel':26} {'variant':34} {'blocks':36} registers spilled stack  shared")
-    failed = 0
-    for row in report(arguments.gpu, shapes, arguments.decay):
+    print(f"{'GPU':7} {'kernel':25} {'variant':34} {'blocks':32} registers spilled stack shared")
+    rows = []
+    for row in report(arguments.gpu, arguments.decay, arguments.quick):
         blocks = " ".join(f"{name.removeprefix('num_')}={value}" for name, value in row.options.items())
         r = row.resources
-        line = f"{row.gpu:7} {row.kernel:26} {row.variant:34} {blocks:36}"
-        line += f"{r.registers:10} {r.spilled:7} {r.stack:5} {r.shared:7}"
+        line = f"{row.gpu:7} {row.kernel:25} {row.variant:34} {blocks:32} "
+        line += f"{r.registers:9} {r.spilled:7} {r.stack:5} {r.shared:6}"
         print(line if row.fits else f"{line}  does not fit", flush=True)
-        failed += not row.fits
+        rows.append(row)
+    for gpu in arguments.gpu:
+        needs = [row.resources for row in rows if row.gpu == gpu]
+        registers, shared = max(r.registers for r in needs), max(r.shared for r in needs)
+        print(f"{gpu}: {len(needs)} compilations, up to {registers} registers and {shared} bytes shared")
+    failed = sum(not row.fits for row in rows)
     if failed:
-        sys.exit(f"{failed} compilations spill or do not fit")
+        sys.exit(f"{failed} of {len(rows)} compilations spill or do not fit")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ TABLE: dict[str, dict[str, list[Options]]] = {
         "sm_10": [_row(8, BK=64, BV=64)],
     },
     "keys_back_kernel of channels": {"": [_row(8, BK=16, BV=64)], "gfx9": [_row(4, BK=32, BV=64)]},
-    "recurrent_kernel": {"": [_row(4, BV=32), _row(2, BV=16)]},
+    "recurrent_kernel": {"": [_row(4, BV=32), _row(4, BV=16)]},
 }
 
 # Arguments that are integers at run time; all others are constants of the compilation.
@@ -68,7 +68,7 @@ class Launch(NamedTuple):
 
     kernel: Any
     arguments: dict[str, Any]
-    options: Options
+    candidates: list[Options]  # the first is what is launched
 
 
 _recorder: tuple[str, list[Launch]] | None = None
@@ -99,9 +99,10 @@ def run(
     name = architecture(like.device) if _recorder is None else _recorder[0]
     constants = {**sizes, "C": CHUNK, "LEVELS": LEVELS, **_precision(like.dtype, name)}
     arguments |= {x: constants[x] for x in kernel.arg_names if x in constants}
-    options = [_fit(row, sizes) for row in _rows(kernel.__name__, sizes.get("DECAY"), name)]
+    rows = _rows(kernel.__name__, sizes.get("DECAY"), name)
+    options = [_fit(row, sizes, like.element_size()) for row in rows]
     if _recorder is not None:
-        _recorder[1].extend(Launch(kernel, arguments, row) for row in options)
+        _recorder[1].append(Launch(kernel, arguments, options))
         return
     if not all(grid(options[0])):
         return
@@ -130,13 +131,21 @@ def _rows(kernel: str, decay: int | None, name: str) -> list[Options]:
     return table[max((prefix for prefix in table if name.startswith(prefix)), key=len)]
 
 
-def _fit(row: Options, sizes: dict[str, int]) -> Options:
-    """No block is larger than what it covers, nor smaller than a matrix unit takes."""
+def _fit(row: Options, sizes: dict[str, int], element_size: int) -> Options:
+    """No block is larger than what it covers, nor smaller than a matrix unit takes.
+
+    The table is for keys of 256 bytes, 128 channels of 16 bits; blocks shrink as keys grow.
+    """
+    shrink = max(1, triton.next_power_of_2(sizes["K"]) * element_size // 256)
+    if shrink > 1 and row["num_warps"] > 1:
+        row = {**row, "num_warps": 8, "num_stages": 1}
     limits = {"BK": sizes["K"], "BV": sizes.get("V", 1)}
-    return {
-        x: min(value, max(16, triton.next_power_of_2(limits[x]))) if x in limits else value
-        for x, value in row.items()
+    fitted = {
+        x: max(16, min(row[x] // shrink, triton.next_power_of_2(limit)))
+        for x, limit in limits.items()
+        if x in row
     }
+    return {**row, **fitted}
 
 
 def _precision(dtype: torch.dtype, name: str) -> dict[str, Any]:

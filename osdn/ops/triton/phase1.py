@@ -383,12 +383,12 @@ def forward(i: Inputs) -> tuple[Tensor, Tensor, Steps]:
 
 
 def empty_outputs(k: Tensor, beta: Tensor, N: int) -> tuple[Tensor, Tensor, Steps]:
-    """What `forward` returns, but for its values."""
+    """What `forward` returns, but for its values; zeros where it may leave some out."""
     (B, T, _, K), HV = k.shape, beta.shape[2]
     rows = upper_bound(B, T, N)
     steps = Steps(
-        k.new_empty(rows, HV, K, dtype=torch.float32),
-        k.new_empty(rows, HV, dtype=torch.int32),
-        k.new_empty(B, T, HV, dtype=torch.float32),
+        k.new_zeros(rows, HV, K, dtype=torch.float32),
+        k.new_zeros(rows, HV, dtype=torch.int32),
+        k.new_zeros(B, T, HV, dtype=torch.float32),
     )
     return k.new_empty(B, T, HV, K), k.new_empty(N, HV, K, dtype=torch.float32), steps

@@ -1,0 +1,211 @@
+"""The kernels give what the float64 reference gives: outputs, states and every gradient."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from osdn.ops import delta_rule, online_scaled_delta_rule, precondition_keys
+from osdn.ops.triton import autograd, phase1
+from tests.ops.problems import Config, assert_close, make, relative_error
+from tests.ops.test_agreement import BOXES, OPERATORS, SINGLE, TAME, configs
+from tests.ops.triton.device import DEVICE, kernels, rounded, truth
+
+PACKED = {"lengths": (70, 0, 1, 64), "packed": True, "initial_state": True, "initial_scale": "each"}
+ROW = {"lengths": (67,), "H": 1, "K": 29, "V": 40}
+CONFIGS = {
+    "delta_net": Config((67, 67), H=1, group=2, K=29, V=40),
+    "delta_net, packed": Config(**PACKED, H=1, K=70, V=17, scale=1.0, alike=3.0),
+    "one token": Config((1,), K=1, V=1),
+    "wide": Config((65,), H=1, K=200, V=136, decay="head"),
+    **{
+        f"{decay} decay, {strength}": Config(
+            **ROW, decay=decay, strength=strength, initial_state=True, alike=0.5
+        )
+        for decay in ("head", "channel")
+        for strength in ("weak", "strong", "mixed", "constant")
+    },
+    "head decay, packed": Config(**PACKED, H=1, group=2, K=13, V=33, decay="head"),
+    "channel decay, packed": Config(**PACKED, H=1, K=40, V=16, decay="channel", strength="mixed"),
+}
+RETENTIONS = {
+    "none": Config((70, 70), H=1, group=2, K=20),
+    "constant": Config((3, 66), packed=True, H=1, K=33, retention="constant", initial_scale="each"),
+    "head": Config((66,), H=1, group=2, K=8, retention="head", beta_aware=False),
+    "channel": Config((66,), H=1, K=16, retention="channel", initial_scale="shared"),
+    "tied": Config((66,), H=1, K=16, decay="head", retention="tied", eta=0.1),
+    "no box": Config((70,), H=1, K=29, retention="head", eta=0.7, bounds=None),
+    "a box that binds": Config((70,), H=1, K=5, eta=0.7, bounds=(0.9, 1.1), initial_scale="each"),
+}
+
+
+def agrees(operator, config: Config) -> None:
+    problem = make(config)
+    assert_close(kernels(operator, problem), truth(operator, problem), **SINGLE)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_phase_2_is_that_of_the_reference(config):
+    agrees(delta_rule, config)
+
+
+@pytest.mark.parametrize("config", RETENTIONS.values(), ids=RETENTIONS.keys())
+def test_phase_1_token_by_token_is_that_of_the_reference(config):
+    agrees(precondition_keys, config)
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_both_phases_are_those_of_the_reference(decay):
+    agrees(online_scaled_delta_rule, Config(**PACKED, H=1, K=12, V=9, decay=decay, retention="head"))
+
+
+# The gradient of beta jumps where a step outward from a bound is smaller than float32's spacing; a tight box
+# has many of those, so it is left to keys alone.
+@pytest.mark.parametrize(
+    ("bounds", "beta_aware"),
+    [(None, True), (None, False), ((0.5, 2.0), True), ((0.5, 2.0), False), ((0.8, 1.2), False)],
+)
+def test_phase_1_by_chunks_is_that_of_the_reference(monkeypatch, bounds, beta_aware):
+    monkeypatch.setattr(phase1, "PARALLEL_FROM", 1)
+    config = Config((150, 0, 66), packed=True, H=1, K=29, bounds=bounds, beta_aware=beta_aware)
+    agrees(precondition_keys, replace(config, eta=0.3, initial_scale="each"))
+
+
+def test_chunks_in_which_the_box_binds_are_redone_and_no_others(monkeypatch):
+    """A key that repeats drives its channels up to the bound, after it has come and before it leaves."""
+    monkeypatch.setattr(phase1, "PARALLEL_FROM", 1)
+    problem = make(Config((256,), H=1, K=4, eta=0.05, bounds=(0.5, 1.5)))
+    problem.tensors["k"][:, :, :, :] = torch.tensor([0.5, 0.5, 0.5, 0.5])
+    problem.tensors["k"][:, 64:128] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    problem.tensors["beta"][:] = torch.linspace(0.3, 0.8, 256)[:, None]
+    seen = []
+    forward = phase1.forward
+    monkeypatch.setattr(phase1, "forward", lambda i: seen.append(forward(i)) or seen[-1])
+    got, want = kernels(precondition_keys, problem), truth(precondition_keys, problem)
+    assert_close(got, want, **SINGLE)
+    bound = seen[0][2].bound[:4, 0].tolist()
+    reached = [(want["write_keys"][0, t : t + 64, 0, 0] >= 1.5 * 0.5 - 1e-6).any() for t in range(0, 256, 64)]
+    assert bound[0] == 0
+    assert 1 in bound
+    assert all(flag for flag, hit in zip(bound, reached) if hit)
+
+
+def test_lengths_choose_between_tokens_and_chunks():
+    """Both sides of the threshold, which no test here moves."""
+    for T in (phase1.PARALLEL_FROM - 1, phase1.PARALLEL_FROM):
+        problem = make(Config((T,), H=1, K=3))
+        tensors, options = problem.arguments(precondition_keys)
+        with torch.no_grad():
+            w, d = precondition_keys(
+                **{name: x.to(DEVICE) for name, x in tensors.items()}, **options, backend="triton"
+            )
+        want = truth(precondition_keys, problem)
+        assert relative_error(w.cpu(), want["write_keys"]) < 1e-6
+        assert relative_error(d.cpu(), want["final_scale"]) < 1e-6
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_a_decay_of_minus_infinity_forgets_everything(decay):
+    problem = make(Config((70,), H=1, decay=decay, initial_state=True))
+    problem.tensors["log_decay"][:, 33] = -torch.inf
+    assert_close(kernels(delta_rule, problem), truth(delta_rule, problem), **SINGLE)
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_nan_stays_in_its_sequence_and_head(decay):
+    problem = make(Config((66, 5), packed=True, H=2, K=6, V=5, decay=decay, retention="head"))
+    problem.tensors["v"][0, 3, 0] = torch.nan
+    problem.tensors["k"][0, 40, 0] = torch.nan
+    got = kernels(online_scaled_delta_rule, problem)
+    assert got["o"][:, :66, 0].isnan().any()
+    assert not got["o"][:, :, 1].isnan().any()
+    assert not got["o"][:, 66:].isnan().any()
+    assert got["final_scale"][0, 0].isnan().any()
+    assert not got["final_scale"][1].isnan().any()
+    assert not got["grad_v"][:, :, 1].isnan().any()
+    assert not got["grad_v"][:, 66:].isnan().any()
+
+
+HALF = {
+    torch.float16: {"outputs": 3e-3, "gradients": 1e-2},
+    torch.bfloat16: {"outputs": 2e-2, "gradients": 8e-2},
+}
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_float16_is_as_good_as_its_digits(decay):
+    problem = rounded(Config(**ROW, decay=decay, initial_state=True), torch.float16)
+    got = kernels(online_scaled_delta_rule, problem, torch.float16)
+    assert_close(got, truth(online_scaled_delta_rule, problem), **HALF[torch.float16])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("decay", ["none", "channel"])
+@pytest.mark.parametrize("alike", [0.0, 3.0])
+def test_the_rounding_of_tensor_cores_is_within_the_contract(tensor_cores, monkeypatch, dtype, decay, alike):
+    monkeypatch.setattr(phase1, "PARALLEL_FROM", 1)
+    config = Config((130,), H=1, K=64, V=20, decay=decay, strength="mixed", initial_state=True, alike=alike)
+    problem = rounded(config, dtype)
+    got = kernels(online_scaled_delta_rule, problem, dtype)
+    bounds = SINGLE if dtype == torch.float32 else HALF[dtype]
+    assert_close(got, truth(online_scaled_delta_rule, problem), **bounds)
+    assert min(tensor_cores.values()) > 0 or dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda f: f.__name__)
+@settings(max_examples=60)
+@given(config=configs(TAME, [box for box in BOXES if box != (0.9985, 1.002)] + [None], longest=140))
+def test_random_configurations_agree(operator, config):
+    agrees(operator, config)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(config=configs(TAME, [box for box in BOXES if box != (0.9985, 1.002)] + [None], longest=140))
+def test_random_configurations_agree_by_chunks(config):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phase1, "PARALLEL_FROM", 1)
+        agrees(precondition_keys, replace(config, retention="none"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strength", ["strong", "mixed", "constant"])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_strong_decay_loses_no_digits_over_hundreds_of_tokens(decay, strength):
+    config = Config((300, 300), H=1, K=29, V=13, decay=decay, strength=strength, initial_state=True)
+    agrees(online_scaled_delta_rule, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (128, 256), (256, 256), (100, 72)])
+def test_on_a_gpu_at_the_sizes_of_models(dtype, decay, K, V):
+    config = Config((700, 0, 1, 300), packed=True, group=2, K=K, V=V, decay=decay, initial_state=True)
+    problem = rounded(config, dtype)
+    bounds = SINGLE if dtype == torch.float32 else HALF[dtype]
+    got = kernels(online_scaled_delta_rule, problem, dtype)
+    assert_close(got, truth(online_scaled_delta_rule, problem), **bounds)
+
+
+def test_short_sequences_take_the_recurrent_kernel(monkeypatch):
+    """The same answer with and without a gradient, though the kernels differ."""
+    problem = make(Config((9,), H=1, K=8, V=8, decay="head"))
+    tensors, options = problem.arguments(online_scaled_delta_rule)
+    tensors = {name: x.to(DEVICE) for name, x in tensors.items()}
+    calls = []
+    monkeypatch.setattr(autograd.decode, "forward", _counting(autograd.decode.forward, calls))
+    with torch.no_grad():
+        o = online_scaled_delta_rule(**tensors, **options, backend="triton")[0]
+    assert len(calls) == 1
+    tensors["v"].requires_grad_()
+    assert (
+        relative_error(o, online_scaled_delta_rule(**tensors, **options, backend="triton")[0].detach()) < 1e-6
+    )
+    assert len(calls) == 1
+
+
+def _counting(function, calls):
+    return lambda *args, **kwargs: calls.append(args) or function(*args, **kwargs)

@@ -1,0 +1,65 @@
+"""What is launched, and what it costs."""
+
+import pytest
+import torch
+
+from osdn.ops import online_scaled_delta_rule
+from osdn.ops.triton import launch, phase1, roofline
+from tests.ops.problems import Config, make
+from tests.ops.triton.device import kernels
+
+
+@pytest.mark.parametrize(
+    "gpu", ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx1100"]
+)
+def test_every_gpu_finds_a_row_for_every_kernel(gpu):
+    for kernel in launch.TABLE:
+        for decay in (0, 2):
+            for row in launch._rows(kernel.split(" of ")[0], decay, gpu):
+                assert row["num_warps"] in (1, 2, 4, 8)
+
+
+def test_blocks_shrink_with_what_they_cover_and_as_keys_grow():
+    row = {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 2}
+    assert launch._fit(row, {"K": 128, "V": 128}, 2) == row
+    assert launch._fit(row, {"K": 5, "V": 40}, 2) == {**row, "BK": 16, "BV": 64}
+    assert launch._fit(row, {"K": 256, "V": 256}, 4) == {"BK": 16, "BV": 16, "num_warps": 8, "num_stages": 1}
+
+
+def test_autotuning_tries_the_rows_of_the_table():
+    from osdn.ops.triton.phase2 import scan_kernel
+
+    rows = launch._rows("scan_kernel", 0, "sm_90")
+    tuner = launch._autotuned(scan_kernel, tuple(tuple(row.items()) for row in rows))
+    tried = [{**c.kwargs, "num_warps": c.num_warps, "num_stages": c.num_stages} for c in tuner.configs]
+    assert tried == rows
+    assert len(tried) > 1
+    assert {"K", "V", "HV"} <= set(tuner.keys)
+
+
+@pytest.mark.parametrize(("decay", "code"), [("none", 0), ("head", 1), ("channel", 2)])
+def test_the_roofline_counts_the_products_that_are_made(tensor_cores, monkeypatch, decay, code):
+    """One chunk and head, forward and backward, which makes the forward's again but for its outputs."""
+    monkeypatch.setattr(phase1, "PARALLEL_FROM", 1)
+    K, V = 64, 32
+    config = Config((64,), H=1, K=K, V=V, decay=decay)
+    kernels(online_scaled_delta_rule, make(config), torch.float16)
+    made = ["gram_kernel", "solve_kernel", "scan_kernel", "system_kernel"] * 2
+    made += ["read_kernel", "scan_back_kernel", "errors_back_kernel", "keys_back_kernel"]
+    counted = [roofline.products(name, K, V, code) for name in made]
+    assert tensor_cores == {"operands": sum(c[0] for c in counted), "floats": sum(c[1] for c in counted)}
+
+
+def test_the_roofline_counts_the_bytes_of_the_arguments():
+    """Phase 1 by tokens reads keys, betas and retentions, and writes write keys, checkpoints and a scale."""
+    B, T, H, K = 2, 128, 3, 32
+    (first,), _ = roofline.costs(B, T, H, K, 16, "none", retention=True)
+    assert first.kernel == "precondition_kernel"
+    tables = 4 * 2 * (B * 2) + 4 * (B + 1)
+    checkpoints = 4 * (T * B // 64 + B) * H * K
+    assert first.bytes == 2 * 2 * B * T * H * K + 2 * 2 * B * T * H + checkpoints + 4 * B * H * K + tables
+    assert first.depth == T
+    by_chunks, second = roofline.costs(B, 256, H, K, 16, "none")
+    assert [c.kernel for c in by_chunks] == ["system_kernel", "scale_scan_kernel", "scale_keys_kernel"]
+    assert [c.depth for c in by_chunks] == [1, 4, 1]
+    assert all(c.seconds >= c.bytes / roofline.BANDWIDTH for c in second)

@@ -97,6 +97,8 @@ def test_boundaries_are_read_once_and_again_when_they_change(monkeypatch):
     assert chunks.chunks_of(1, 100, cu, DEVICE).table.tolist() == [[0, 64], [64, 6], [70, 30]]
     chunks.chunks_of(1, 100, cu, DEVICE)
     assert len(reads) == 1
+    with pytest.raises(ValueError, match="must end at the number of tokens, 99"):
+        chunks.chunks_of(1, 99, cu, DEVICE)
     cu[1] = 30
     assert chunks.chunks_of(1, 100, cu, DEVICE).table.tolist() == [[0, 30], [30, 64], [94, 6]]
     with torch.inference_mode():

@@ -1,5 +1,7 @@
 """What is launched, and what it costs."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -63,3 +65,9 @@ def test_the_roofline_counts_the_bytes_of_the_arguments():
     assert [c.kernel for c in by_chunks] == ["system_kernel", "scale_scan_kernel", "scale_keys_kernel"]
     assert [c.depth for c in by_chunks] == [1, 4, 1]
     assert all(c.seconds >= c.bytes / roofline.BANDWIDTH for c in second)
+
+
+def test_the_page_shows_what_the_roofline_prints():
+    page = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text()
+    assert roofline.table(1, 65536, 8, 128, 128, "none") in page
+    assert roofline.shares(1, 65536, 8, 128, 128) in page

@@ -20,13 +20,14 @@ def diagnosis_tables(name: str, result: dict[str, Any]) -> list[Table]:
     """The residual ratios by task, and by layer."""
     paper = RESIDUAL_RATIOS.get(name, {})
     tasks = {"all": result["all"], **(result["tasks"] if len(result["tasks"]) > 1 else {})}
-    table = _table(f"Residual ratio of {name}, ± half of the 95 % interval over prompts")
+    table = _table(f"Residual ratio of {name}, ± half of the 95 % interval; 1st and 2nd reading")
     table.add_column("")
-    columns = ["q_geo", "q_arith", "1st reading", "2nd reading", "writes", "paper"]
+    columns = ["q_geo", "q_arith", "1st", "2nd", "writes", "paper"]
     for column in columns if paper else columns[:-1]:
         table.add_column(column, justify="right")
     for task, row in tasks.items():
-        cells = [_cell(row[key]) for key in ("q_geo", "q_arith", "first_reading", "second_reading")]
+        readings = [row[key] and row[key]["value"] for key in ("first_reading", "second_reading")]
+        cells = [_cell(row["q_geo"]), _cell(row["q_arith"]), *map(_number, readings)]
         theirs = paper.get("q_geo" if task == "all" else task)
         shown = [] if not paper else ["–" if theirs is None else f"{theirs:.3f}"]
         label = task if task != "all" else ", ".join(result["tasks"]) if len(result["tasks"]) == 1 else "all"
@@ -88,7 +89,7 @@ def _layers(result: dict[str, Any]) -> Table:
 
 
 def _cell(q: dict[str, float] | None) -> str:
-    return "–" if q is None else f"{q['value']:.3f} ± {(q['high'] - q['low']) / 2:.3f}"
+    return "–" if q is None else f"{q['value']:.3f} ±{(q['high'] - q['low']) / 2:.3f}"
 
 
 def _number(x: float | None) -> str:

@@ -74,7 +74,7 @@ def _run(
     online: bool = True,
 ) -> None:
     """Packs a call and runs it: tensors on the CPU, of one dtype, their shapes and boundaries checked."""
-    given = {name: x.contiguous() for name, x in tensors.items() if x is not None}
+    given = {name: x.resolve_neg().contiguous() for name, x in tensors.items() if x is not None}
     k, v = given["k"], given.get("v")
     _, T, H, K = k.shape
     V = v.shape[3] if v is not None else 0

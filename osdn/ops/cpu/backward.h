@@ -13,9 +13,10 @@ struct BackwardSpan {
     int64_t t = 0;
     int count = 0;
     Tile<R, C> tiles[TILES];
+    Feedback<R> feedbacks[SPAN];
     R *grad_state;                // [K, V] in packed blocks: of the state after the current tile
     R *d, *grad_d;                // [Kp]: the scale, and its gradient
-    R *keys, *queries, *writes;   // [SPAN, Kp]: as given, queries times the output's scale
+    R *keys, *queries, *writes;   // [SPAN, Kp]: without decays, queries times the output's scale
     R *scales;                    // [SPAN, Kp]: the scale before each token
     R *grad_keys, *grad_writes;   // [SPAN, Kp]
     R *grad_rows;                 // [TILES, 3, Kp, C]: gradients of k̂, q̂, ŵ, transposed
@@ -23,8 +24,9 @@ struct BackwardSpan {
     R *grad_decay;                // [TILES, K, W]: partial sums of S * dS over the columns
     R *grad_beta;                 // [SPAN, W]: partial sums of du * e over the columns
     R *states;                    // [TILES, K, BLOCK]: the state before each tile, one block of columns
-    R *rows;                      // [3 C, BLOCK]: dp, do, u of a tile
-    R *columns_first;             // [3, BLOCK, C]: the same, transposed
+    R *values;                    // [V] in blocks of [TILES, 3 C, BLOCK]: dp, do, e; at last dv instead of e
+    R *u;                         // [C, BLOCK]
+    R *columns_first;             // [3, BLOCK, C]: dp, do, u of a tile, transposed
 
     explicit BackwardSpan(const Head<R>& h) : head(h) {
         const int64_t K = h.K, Kp = h.Kp, Vp = round_up(h.V, BLOCK<R>), tile = Tile<R, C>::size(h.Kp);
@@ -34,27 +36,74 @@ struct BackwardSpan {
                                  SPAN * Kp,      SPAN * Kp, SPAN * Kp,
                                  TILES * 3 * Kp * C, TILES * 2 * C * C,
                                  TILES * K * C,  SPAN * C,
-                                 TILES * K * BLOCK<R>, 3 * C * BLOCK<R>,
-                                 3 * C * BLOCK<R>};
+                                 TILES * K * BLOCK<R>, TILES * 3 * C * Vp,
+                                 C * BLOCK<R>,   3 * C * BLOCK<R>};
         R** const places[] = {&grad_state, &d, &grad_d, &keys, &queries, &writes, &scales, &grad_keys, &grad_writes,
-                              &grad_rows, &grad_scores, &grad_decay, &grad_beta, &states, &rows,
-                              &columns_first};
+                              &grad_rows, &grad_scores, &grad_decay, &grad_beta, &states, &values,
+                              &u, &columns_first};
         int64_t bytes = 64 * TILES;
         for (int64_t n : sizes) bytes += n * sizeof(R) + 64;
         scratch.reserve(bytes + TILES * tile * sizeof(R));
-        for (int i = 0; i < 16; i++) *places[i] = scratch.take<R>(sizes[i]);
+        for (int i = 0; i < 17; i++) *places[i] = scratch.take<R>(sizes[i]);
         for (auto& x : tiles) x.place(scratch.take<R>(tile), h.Kp);
     }
 
-    // Padded rows of a tile from a tensor [tokens, HV, V]; with `factor`, each times its factor.
+    // Token c's key; without decays the tile has it as it is.
+    const R* key(int c) const {
+        return head.call.decay_kind ? keys + c * int64_t(head.Kp) : tiles[c / C].k(c % C, head.Kp);
+    }
+    // dp, do and e of tile i on the block of NV vectors of columns from v0.
+    R* rows(int i, int v0, int NV) const { return values + 3 * C * (int64_t(TILES) * v0 + i * NV * W<R>); }
+
+    // The span's output gradients and errors into blocks of columns, zero beyond the last token.
+    void load_values() {
+        const Call& call = head.call;
+        for (int c = 0; c < round_up(count, C); c++)
+            each_block<R>(0, head.V, [&](auto nv, int v0, int columns) {
+                R* to = rows(c / C, v0, nv) + (C + c % C) * nv * W<R>;
+                for (const void* x : {call.grad_out, static_cast<const void*>(call.errors)}) {
+                    Vec<R> row[nv] = {};
+                    if (c < count) load_some<R, nv>(head.per_value(x, t + c) + v0, columns, row);
+                    for (int m = 0; m < nv; m++) store(to + m * W<R>, row[m]);
+                    to += C * nv * W<R>;
+                }
+            });
+    }
+    void store_grad_v() const {
+        for (int c = 0; c < count; c++)
+            each_block<R>(0, head.V, [&](auto nv, int v0, int columns) {
+                Vec<R> row[nv];
+                for (int m = 0; m < nv; m++)
+                    row[m] = load(rows(c / C, v0, nv) + ((2 * C + c % C) * nv + m) * W<R>);
+                stream_some<R, nv>(head.per_value(head.call.grad_v, t + c) + v0, columns, row);
+            });
+    }
     template <int NV>
-    INLINE void load_rows(const void* x, int64_t token, int n, int v0, int columns, const R* factor, R* to) const {
-        for (int c = 0; c < C; c++) {
-            Vec<R> row[NV] = {};
-            if (c < n) load_some<R, NV>(head.per_value(x, token + c) + v0, columns, row);
-            for (int i = 0; i < NV; i++)
-                store(to + (c * NV + i) * W<R>, factor ? row[i] * factor[c] : row[i]);
+    INLINE void load_writes(int i, const R* errors) {
+        for (int c = 0; c < C; c++)
+            for (int m = 0; m < NV; m++)
+                store(u + (c * NV + m) * W<R>, load(errors + (c * NV + m) * W<R>) * tiles[i].beta[c]);
+    }
+
+    // Asks for a share of what the span before will read: tile i and block v0 stand for as large a part of it.
+    INLINE void prefetch_span(int i, int v0, int width) const {
+        const Call& call = head.call;
+        const int64_t token = t - SPAN + i * C;
+        for (int c = (v0 * C + head.V - 1) / head.V; c < C && c * head.V < (v0 + width) * C; c++) {
+            prefetch_token(head, token + c);
+            prefetch(head.per_value(call.errors, token + c), head.V);
+            prefetch(head.per_value(call.grad_out, token + c), head.V);
         }
+        const R* state = start(t - SPAN);
+        if (state)
+            for (int k = head.K * i / TILES; k < head.K * (i + 1) / TILES; k++)
+                prefetch(state + int64_t(k) * head.V + v0, std::min(width, head.V - v0));
+    }
+    // The state before token t, a multiple of SPAN; null is zero.
+    const R* start(int64_t t) const {
+        const int64_t size = int64_t(head.K) * head.V;
+        if (t) return head.checkpoint(head.call.state_checkpoints, t, size);
+        return head.call.initial_state ? head.state(head.call.initial_state, size) : nullptr;
     }
 
     // All tiles of the span on one block of columns, in reverse.
@@ -64,31 +113,21 @@ struct BackwardSpan {
         const int K = head.K, Kp = head.Kp;
         constexpr int L = NV * W<R>;
         const int last = (count - 1) / C;
-        R *dp = rows, *dout = rows + C * L, *u = rows + 2 * C * L;
         R* dS = grad_state + int64_t(K) * v0;
 
-        const int64_t size = int64_t(K) * head.V;
-        const R* start = t ? head.checkpoint(call.state_checkpoints, t, size)
-                           : (call.initial_state ? head.state(call.initial_state, size) : nullptr);
-        pack_state<R, NV>(start ? start + v0 : nullptr, states, K, head.V, columns);
+        const R* S0 = start(t);
+        pack_state<R, NV>(S0 ? S0 + v0 : nullptr, states, K, head.V, columns);
         for (int i = 0; i < last; i++) {
-            load_rows<NV>(call.errors, t + i * C, C, v0, columns, tiles[i].beta, u);
+            load_writes<NV>(i, rows(i, v0, NV) + 2 * C * L);
             write_state<R, C, NV>(states + int64_t(i) * K * L, states + int64_t(i + 1) * K * L, L, K,
                                   call.decay_kind ? tiles[i].decay : nullptr, tiles[i].w(0, Kp), Kp, u);
         }
         for (int i = last; i >= 0; i--) {
             const Tile<R, C>& tile = tiles[i];
-            const int n = std::min(C, count - i * C);
+            R *dp = rows(i, v0, NV), *dout = dp + C * L, *errors = dout + C * L;
             const R* S = states + int64_t(i) * K * L;
-            if (v0 == 0)
-                for (int64_t before = t + i * C - SPAN; before < t + (i + 1) * C - SPAN && before >= 0; before++) {
-                    prefetch_token(head, before);
-                    prefetch(head.per_value(call.errors, before), head.V);
-                    prefetch(head.per_value(call.grad_out, before), head.V);
-                }
-            load_rows<NV>(call.errors, t + i * C, n, v0, columns, tile.beta, u);
-            load_rows<NV>(call.grad_out, t + i * C, n, v0, columns, nullptr, dout);
-
+            if (t) prefetch_span(i, v0, L);
+            load_writes<NV>(i, errors);
             constexpr int G = C < 8 ? C : 8;
             for (int c0 = 0; c0 < C; c0 += G) {
                 Vec<R> read[G][NV];
@@ -96,7 +135,7 @@ struct BackwardSpan {
                 for (int c = 0; c < G; c++)
                     for (int m = 0; m < NV; m++) store(dp + ((c0 + c) * NV + m) * W<R>, read[c][m]);
             }
-            solve<NV>(tile, i * C, n, v0, columns, dp, dout);
+            solve<NV>(i, dp, dout, errors);
 
             R *dp_t = columns_first, *do_t = dp_t + C * L, *u_t = do_t + C * L;
             transpose(dp, L, L, dp_t, C);
@@ -119,29 +158,31 @@ struct BackwardSpan {
     }
 
     // From what the state's gradient says of the writes (in dp) to the gradients of the reads, last token
-    // first: du_i = dp_i + Σ_j Q_ji do_j + Σ_j A_ji dp_j, then dp_i = -beta_i du_i.
+    // first: du_i = dp_i + Σ_j Q_ji do_j + Σ_j A_ji dp_j, then dp_i = -beta_i du_i; beta_i du_i is also v_i's
+    // gradient and takes the place of e_i.  Beyond the last token all of A, Q and beta are zero.
     template <int NV>
-    INLINE void solve(const Tile<R, C>& tile, int offset, int n, int v0, int columns, R* dp, const R* dout) const {
-        const Call& call = head.call;
-        for (int c = n; c < C; c++)
-            for (int m = 0; m < NV; m++) store(dp + (c * NV + m) * W<R>, Vec<R>{});
-        for (int c = n - 1; c >= 0; c--) {
-            Vec<R> du[NV], e[NV], dv[NV];
-            for (int m = 0; m < NV; m++)
-                du[m] = load(dp + (c * NV + m) * W<R>) + load(dout + (c * NV + m) * W<R>) * tile.Q[c][c];
-            for (int j = c + 1; j < n; j++)
-                for (int m = 0; m < NV; m++)
-                    du[m] += load(dout + (j * NV + m) * W<R>) * tile.Q[j][c] +
-                             load(dp + (j * NV + m) * W<R>) * tile.A[j][c];
-            load_some<R, NV>(head.per_value(call.errors, t + offset + c) + v0, columns, e);
-            Vec<R> sum = load(grad_beta + (offset + c) * C);
+    INLINE void solve(int i, R* dp, const R* dout, R* errors) {
+        const Tile<R, C>& tile = tiles[i];
+        for (int c = C - 1; c >= 0; c--) {
+            Vec<R> du[NV], by_output[NV];  // two sums: half as long a chain of additions
             for (int m = 0; m < NV; m++) {
-                sum += du[m] * e[m];
-                dv[m] = du[m] * tile.beta[c];
-                store(dp + (c * NV + m) * W<R>, -dv[m]);
+                du[m] = load(dp + (c * NV + m) * W<R>);
+                by_output[m] = load(dout + (c * NV + m) * W<R>) * tile.Q[c][c];
             }
-            store(grad_beta + (offset + c) * C, sum);
-            store_some<R, NV>(head.per_value(call.grad_v, t + offset + c) + v0, columns, dv);
+            for (int j = c + 1; j < C; j++)
+                for (int m = 0; m < NV; m++) {
+                    du[m] += load(dp + (j * NV + m) * W<R>) * tile.A[j][c];
+                    by_output[m] += load(dout + (j * NV + m) * W<R>) * tile.Q[j][c];
+                }
+            Vec<R> sum = load(grad_beta + (i * C + c) * C);
+            for (int m = 0; m < NV; m++) {
+                du[m] += by_output[m];
+                sum += du[m] * load(errors + (c * NV + m) * W<R>);
+                const Vec<R> dv = du[m] * tile.beta[c];
+                store(errors + (c * NV + m) * W<R>, dv);
+                store(dp + (c * NV + m) * W<R>, -dv);
+            }
+            store(grad_beta + (i * C + c) * C, sum);
         }
     }
 
@@ -163,9 +204,9 @@ struct BackwardSpan {
             load_columns(grad_rows + ((int64_t(i) * 3 + 1) * Kp + b) * C, g_q);
             load_columns(grad_rows + ((int64_t(i) * 3 + 2) * Kp + b) * C, g_w);
             for (int c = 0; c < n; c++) {
-                k[c] = load(keys + at + c * Kp);
-                q[c] = load(queries + at + c * Kp);
-                w[c] = load(writes + at + c * Kp);
+                k[c] = load((decays ? keys + i * C * Kp : tiles[i].k(0, Kp)) + c * Kp + b);
+                q[c] = load((decays ? queries + i * C * Kp : tiles[i].q(0, Kp)) + c * Kp + b);
+                w[c] = load((decays ? writes + i * C * Kp : tiles[i].w(0, Kp)) + c * Kp + b);
                 a[c] = decays ? load(tiles[i].factor + c * Kp + b) : splat<R>(1);
             }
             Vec<R> gamma = splat<R>(1);
@@ -182,7 +223,7 @@ struct BackwardSpan {
                 }
                 store(grad_keys + at + c * Kp, to_k + gamma * g_k[c]);
                 const Vec<R> out[1] = {(to_q + gamma * g_q[c] + w[c] * dQ[c * C + c]) * R(call.scale)};
-                store_some<R, 1>(head.per_key(call.grad_q, token + c) + b, width, out);
+                stream_some<R, 1>(head.per_key(call.grad_q, token + c) + b, width, out);
             }
             gamma = splat<R>(1);  // from here on Γ_C / Γ_c
             for (int c = n - 1; c >= 0; c--) {
@@ -226,7 +267,7 @@ struct BackwardSpan {
             whole[c] += g[c];
             if (call.decay_kind == 2) {
                 const Vec<R> out[1] = {g[c]};
-                store_some<R, 1>(head.per_key(call.grad_log_decay, t + i * C + c) + b, width, out);
+                stream_some<R, 1>(head.per_key(call.grad_log_decay, t + i * C + c) + b, width, out);
             }
         }
     }
@@ -274,11 +315,14 @@ void backward_head(const Head<R>& head) {
         }
         for (int i = 0; i < tiles; i++) {
             const int64_t at = i * C * Kp;
-            const Record<R> record{span.keys + at, span.queries + at, span.writes + at, span.scales + at};
+            const Record<R> record{span.keys + at, span.queries + at, span.writes + at, span.scales + at,
+                                   span.feedbacks + i * C};
             fill_tile<R, C>(span.tiles[i], head, online, t + i * C, std::min(C, span.count - i * C), span.d, &record);
         }
+        span.load_values();
         span.clear_sums();
         each_block<R>(0, V, [&](auto nv, int v0, int columns) { span.template run_columns<nv>(v0, columns); });
+        span.store_grad_v();
         for (int i = 0; i < tiles; i++) span.run_rows(i);
 
         for (int c = span.count - 1; c >= 0; c--) {
@@ -286,12 +330,12 @@ void backward_head(const Head<R>& head) {
             const R* grad_w = span.grad_writes + c * Kp;
             *head.per_head(call.grad_beta, t + c) = total<R>(load(span.grad_beta + c * C));
             if (call.online)
-                online.step_back(span.scales + c * Kp, span.keys + c * Kp, grad_w, span.grad_d, grad_k, t + c);
+                online.step_back(span.feedbacks[c], span.scales + c * Kp, span.key(c), grad_w, span.grad_d, grad_k, t + c);
             else if (call.write_keys)
-                copy_row(head.per_key(call.grad_write_keys, t + c), grad_w, K, K);
+                stream_row(head.per_key(call.grad_write_keys, t + c), grad_w, K);
             else
                 for (int64_t b = 0; b < Kp; b += W<R>) store(grad_k + b, load(grad_k + b) + load(grad_w + b));
-            copy_row(head.per_key(call.grad_k, t + c), grad_k, K, K);
+            stream_row(head.per_key(call.grad_k, t + c), grad_k, K);
         }
     }
     if (call.grad_initial_state)

@@ -33,8 +33,11 @@ INLINE void run_tile(const Tile<R, C>& tile, const Head<R>& head, int64_t t, int
             o[n] += u[c][n] * tile.Q[c][c];
             store(writes + (c * NV + n) * W<R>, u[c][n]);
         }
-        store_some<R, NV>(head.per_value(call.out, t + c) + v0, columns, o);
-        if (call.errors) store_some<R, NV>(head.per_value(call.errors, t + c) + v0, columns, e);
+        if constexpr (C == 1)  // decoding: read again at once
+            store_some<R, NV>(head.per_value(call.out, t + c) + v0, columns, o);
+        else
+            stream_some<R, NV>(head.per_value(call.out, t + c) + v0, columns, o);
+        if (call.errors) stream_some<R, NV>(head.per_value(call.errors, t + c) + v0, columns, e);
     }
     write_state<R, C, NV>(in, out, ld, head.K, call.decay_kind ? tile.decay : nullptr, tile.w(0, head.Kp),
                           head.Kp, writes);

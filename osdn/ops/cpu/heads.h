@@ -115,6 +115,15 @@ struct Head {
     }
 };
 
+// A finished row of K elements to its place in the results.
+template <class R>
+INLINE void stream_row(R* to, const R* from, int K) {
+    for (int i = 0; i < K; i += W<R>) {
+        const Vec<R> x[1] = {load(from + i)};
+        stream_some<R, 1>(to + i, std::min(K - i, W<R>), x);
+    }
+}
+
 // A row of K elements into Kp, zero-padded, times a factor.
 template <class R>
 INLINE void copy_row(R* to, const R* from, int K, int Kp, R factor = 1) {

@@ -35,6 +35,7 @@ int for_each(int64_t items, int64_t threads, F&& f) {
         } catch (const std::bad_alloc&) {
             failed |= 1;
         }
+        drain();
     }
     return failed;
 }

@@ -66,20 +66,21 @@ public:
             for (int i = 0; i < Kp; i++) d[i] = i < K;
     }
     // One token: the write key out of the scale, the scale one step on.
-    INLINE void step(R* d, const R* k, R* w, int64_t t) const {
-        const R step = feedback(d, k, *head.per_head(call.beta, t)).step, r = retention(t);
+    INLINE Feedback<R> step(R* d, const R* k, R* w, int64_t t) const {
+        const Feedback<R> f = feedback(d, k, *head.per_head(call.beta, t));
+        const R r = retention(t);
         for (int i = 0; i < Kp; i += W<R>) {
             const Vec<R> x = load(k + i), d_i = load(d + i);
             store(w + i, d_i * x);
-            store(d + i, clip(retention(t, i, r) * d_i + step * (x * x)));
+            store(d + i, clip(retention(t, i, r) * d_i + f.step * (x * x)));
         }
+        return f;
     }
-    // The reverse of `step`: grad_d holds the gradient of the scale after the token and leaves with that of
-    // the scale before it; the key's gradient is added to grad_k.
-    INLINE void step_back(const R* d, const R* k, const R* grad_w, R* grad_d, R* grad_k, int64_t t) const {
-        const R beta = *head.per_head(call.beta, t), r = retention(t);
-        const Feedback<R> f = feedback(d, k, beta);
-        const R eta = R(call.eta), m = 1 - f.b * f.dot;
+    // The reverse of `step`, whose feedback was f: grad_d holds the gradient of the scale after the token and
+    // leaves with that of the scale before it; the key's gradient is added to grad_k.
+    INLINE void step_back(const Feedback<R>& f, const R* d, const R* k, const R* grad_w, R* grad_d, R* grad_k,
+                          int64_t t) const {
+        const R r = retention(t), eta = R(call.eta), m = 1 - f.b * f.dot;
         Vec<R> to_step = {}, to_r = {};
         for (int i = 0; i < Kp; i += W<R>) {
             const Vec<R> x = load(k + i), x2 = x * x, d_i = load(d + i), r_i = retention(t, i, r);
@@ -91,7 +92,7 @@ public:
             to_r += g * d_i;
             if (call.grad_retention && call.retention_kind == 2) {
                 const Vec<R> out[1] = {g * d_i};
-                store_some<R, 1>(head.per_key(call.grad_retention, t) + i, std::min(K - i, W<R>), out);
+                stream_some<R, 1>(head.per_key(call.grad_retention, t) + i, std::min(K - i, W<R>), out);
             }
         }
         if (call.grad_retention && call.retention_kind == 1)
@@ -122,7 +123,7 @@ void precondition_head(const Head<R>& head) {
             copy_row(head.checkpoint(call.scale_checkpoints, t, head.K), d, head.K, head.K);
         copy_row(key, head.key(t), head.K, head.Kp);
         online.step(d, key, w, t);
-        copy_row(head.per_key(call.out, t), w, head.K, head.K);
+        stream_row(head.per_key(call.out, t), w, head.K);
     }
     copy_row(head.state(call.final_scale, head.K), d, head.K, head.K);
 }
@@ -136,6 +137,7 @@ void precondition_back_head(const Head<R>& head) {
     scratch.reserve((4 + 2 * SPAN) * Kp * sizeof(R) + 1024);
     R *d = scratch.take<R>(Kp), *grad_d = scratch.take<R>(Kp), *grad_k = scratch.take<R>(Kp);
     R *w = scratch.take<R>(Kp), *keys = scratch.take<R>(SPAN * Kp), *scales = scratch.take<R>(SPAN * Kp);
+    Feedback<R> feedbacks[SPAN];
     std::memset(grad_d, 0, Kp * sizeof(R));
     if (call.grad_final_scale) copy_row(grad_d, head.state(call.grad_final_scale, K), K, int(Kp));
     for (int64_t t = (head.length - 1) / SPAN * SPAN; head.length > 0 && t >= 0; t -= SPAN) {
@@ -147,15 +149,15 @@ void precondition_back_head(const Head<R>& head) {
         for (int c = 0; c < count; c++) {
             copy_row(keys + c * Kp, head.key(t + c), K, int(Kp));
             copy_row(scales + c * Kp, d, int(Kp), int(Kp));
-            online.step(d, keys + c * Kp, w, t + c);
+            feedbacks[c] = online.step(d, keys + c * Kp, w, t + c);
         }
         for (int c = count - 1; c >= 0; c--) {
             R* grad_w = w;
             copy_row(grad_w, head.per_key(call.grad_out, t + c), K, int(Kp));
             std::memset(grad_k, 0, Kp * sizeof(R));
             *head.per_head(call.grad_beta, t + c) = 0;
-            online.step_back(scales + c * Kp, keys + c * Kp, grad_w, grad_d, grad_k, t + c);
-            copy_row(head.per_key(call.grad_k, t + c), grad_k, K, K);
+            online.step_back(feedbacks[c], scales + c * Kp, keys + c * Kp, grad_w, grad_d, grad_k, t + c);
+            stream_row(head.per_key(call.grad_k, t + c), grad_k, K);
         }
     }
     if (call.grad_initial_scale) copy_row(head.state(call.grad_initial_scale, K), grad_d, K, K);

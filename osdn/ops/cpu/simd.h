@@ -9,6 +9,10 @@
 #include <type_traits>
 #include <utility>
 
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
+
 #define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -88,6 +92,36 @@ INLINE void store_some(R* p, int n, const Vec<R> (&x)[NV]) {
         for (int i = 0; i < NV; i++) store(buffer + i * W<R>, x[i]);
         std::memcpy(p, buffer, n * sizeof(R));
     }
+}
+// A store that goes past the caches, for results nobody reads again soon: fetching a line only to overwrite it
+// would double the traffic.  `drain` makes such stores visible to other threads.
+template <class R>
+INLINE void stream(R* p, Vec<R> x) {
+    if (reinterpret_cast<uintptr_t>(p) % BYTES) {
+        store(p, x);
+        return;
+    }
+#if defined(__AVX512F__)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)x);
+#elif defined(__AVX__)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)x);
+#else
+    store(p, x);
+#endif
+}
+INLINE void drain() {
+#ifdef __AVX__
+    _mm_sfence();
+#endif
+}
+// The first n of NV vectors' elements, as store_some.
+template <class R, int NV>
+INLINE void stream_some(R* p, int n, const Vec<R> (&x)[NV]) {
+    if (n == NV * W<R>)
+        UNROLL
+        for (int i = 0; i < NV; i++) stream(p + i * W<R>, x[i]);
+    else
+        store_some<R, NV>(p, n, x);
 }
 // Half vectors: the elements at even and odd places of two vectors, or the two halves of one.
 template <class R, int... I>

@@ -69,10 +69,12 @@ INLINE void score(const R* k, const R* q, const R* w, int c, int Kp, R* A, R* Q)
     }
 }
 
-// What the backward wants to see again: rows [C, Kp] of keys, queries, write keys, and the scale before each.
+// What the backward wants to see again: rows [C, Kp] of keys, queries and write keys without their decays, the
+// scale before each token, and what the token fed back to it.
 template <class R>
 struct Record {
     R *keys, *queries, *writes, *scales;
+    Feedback<R>* feedbacks;
 };
 
 // Fills a tile from tokens t .. t + count; tokens beyond count do nothing to the state.  With phase 1 in the
@@ -94,11 +96,12 @@ INLINE void fill_tile(Tile<R, C>& tile, const Head<R>& head, const OnlineScale<R
         tile.beta[c] = *head.per_head(call.beta, t + c);
         if (call.online) {
             if (record) copy_row(record->scales + c * int64_t(Kp), d, Kp, Kp);
-            online.step(d, k, w, t + c);
+            const Feedback<R> f = online.step(d, k, w, t + c);
+            if (record) record->feedbacks[c] = f;
         } else {
             copy_row(w, call.write_keys ? head.per_key(call.write_keys, t + c) : head.key(t + c), K, Kp);
         }
-        if (record) {
+        if (record && call.decay_kind) {
             copy_row(record->keys + c * int64_t(Kp), k, Kp, Kp);
             copy_row(record->queries + c * int64_t(Kp), q, Kp, Kp);
             copy_row(record->writes + c * int64_t(Kp), w, Kp, Kp);
@@ -145,7 +148,7 @@ INLINE void unpack_state(const R* packed, R* state, int K, int V, int columns) {
     for (int i = 0; i < K; i++) {
         Vec<R> x[NV];
         for (int n = 0; n < NV; n++) x[n] = load(packed + (i * NV + n) * W<R>);
-        store_some<R, NV>(state + i * int64_t(V), columns, x);
+        stream_some<R, NV>(state + i * int64_t(V), columns, x);
     }
 }
 template <class R, int NV>

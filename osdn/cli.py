@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from osdn.analysis import commands as analysis
+from osdn.evaluation import commands as evaluation
 from osdn.lab import commands as lab
 
 app = typer.Typer(help="Online Scaled DeltaNet.", no_args_is_help=True, add_completion=False)
@@ -182,6 +183,9 @@ def tokenizer_train(
 
 app.add_typer(lab.app, name="lab")
 app.command()(lab.demo)
+
+app.command("eval")(evaluation.evaluate)
+app.command()(evaluation.compare)
 
 app.command()(analysis.diagnose)
 app.command()(analysis.inspect)

@@ -13,7 +13,7 @@ import torch
 def environment() -> dict[str, Any]:
     """Versions and machine, for the head of a result file."""
     packages = {}
-    for name in ("osdn", "torch", "transformers", "triton"):
+    for name in ("osdn", "torch", "transformers", "datasets", "lm_eval", "triton"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

@@ -39,6 +39,7 @@ def diagnose(
     task: Annotated[
         list[str] | None, typer.Option(help="An evaluation task, as fda_twice; may be repeated.")
     ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="A mirror of the tasks' data sets.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a prompt at most.")] = 2048,
     device: Device = "cpu",
@@ -50,16 +51,16 @@ def diagnose(
 
     Without prompts or tasks, the prompts are passages of Python's own documentation, each read twice.
     """
-    from osdn.analysis.checkpoints import load_model, load_tokenizer
     from osdn.analysis.diagnose import diagnose as run
     from osdn.analysis.figures import draw
     from osdn.analysis.prompts import select
-    from osdn.analysis.tables import diagnosis_tables, model_name
+    from osdn.analysis.tables import diagnosis_tables
+    from osdn.models.checkpoints import load_model, load_tokenizer, model_name
     from osdn.records import save_json
 
     with _plain_errors():
         tokenizer = load_tokenizer(checkpoint)
-        total, chosen = select(tokenizer, prompts, task or [], count, length)
+        total, chosen = select(tokenizer, prompts, task or [], count, length, data_dir)
         model = load_model(checkpoint, device)
         name = model_name(model, checkpoint)
         with _progress() as progress:
@@ -86,10 +87,9 @@ def inspect(
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/inspect.html"),
 ) -> None:
     """Write a page that shows a prompt's residual ratios, gates and scale, by layer and head."""
-    from osdn.analysis.checkpoints import load_model, load_tokenizer
     from osdn.analysis.inspector import inspect_prompt, write_page
     from osdn.analysis.prompts import encode
-    from osdn.analysis.tables import model_name
+    from osdn.models.checkpoints import load_model, load_tokenizer, model_name
 
     with _plain_errors():
         tokenizer = load_tokenizer(checkpoint)

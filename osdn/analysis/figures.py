@@ -1,4 +1,4 @@
-"""Figures, one function each: of the mechanism diagnostic, over one result or several, and of the report."""
+"""Figures, one function each: of the mechanism diagnostic, over one result or several, and of training."""
 
 from collections.abc import Callable, Mapping
 from itertools import cycle
@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from osdn.evaluation.figures import COLOURS
 from osdn.training.plot import WINDOW, rolling_mean
 
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974")
 Results = Mapping[str, dict[str, Any]]  # the contents of diagnosis.json by a name for the legend
 
 
@@ -102,32 +102,6 @@ def scale(results: Results) -> Figure:
         box = "no box" if d["bounds"] is None else f"box {d['bounds'][0]} to {d['bounds'][1]}"
         column[0].set_title(f"{name}, {box}")
         column[-1].set_xlabel("relative position")
-    return figure
-
-
-def bars(panels: Mapping[str, Mapping[str, float]]) -> Figure:
-    """One panel of horizontal bars a metric, one bar a model."""
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    names = list(dict.fromkeys(name for values in panels.values() for name in values))
-    figure = Figure(figsize=(3.6 * columns, rows * (0.8 + 0.24 * len(names))), layout="constrained")
-    for i, (title, values) in enumerate(panels.items()):
-        axes = figure.add_subplot(rows, columns, i + 1)
-        shown = [name for name in names if name in values]
-        axes.barh(shown, [values[name] for name in shown], color=COLOURS[0])
-        axes.invert_yaxis()
-        axes.set_title(title, fontsize=9)
-        axes.tick_params(labelsize=8)
-    return figure
-
-
-def pg19(curves: Mapping[str, list[float]]) -> Figure:
-    """Perplexity by position, as in the paper's "Auxiliary PG-19 length-extrapolation diagnostic"."""
-    figure, (axes,) = _panels(1, (6.4, 3.4))
-    for (name, values), colour in zip(curves.items(), cycle(COLOURS)):
-        axes.plot([2 * i + 1 for i in range(len(values))], values, color=colour, marker="o", ms=3, label=name)
-    axes.set(xlabel="position, thousands of tokens", ylabel="perplexity")
-    axes.legend(frameon=False, fontsize=8)
     return figure
 
 

@@ -83,29 +83,24 @@ def file_prompts(path: Path, tokenizer: Any, length: int) -> Iterator[Prompt]:
             yield encode(row.get("task", path.stem), row["text"], tokenizer, length)
 
 
-def task_texts(name: str) -> Iterator[str]:
-    """The prompts of a task of lm_eval; `NAME_twice`, if it has no such task, reads those of NAME twice."""
+def task_texts(name: str, tokenizer: Any, data_dir: Path | None = None) -> Iterator[str]:
+    """The prompts of a task of `osdn eval`, `fda_twice` say, or of any of lm_eval."""
     if find_spec("lm_eval") is None:
         raise ValueError(f'{name} needs lm_eval: pip install "osdn[eval]"; or write prompts to a file')
-    from lm_eval.tasks import TaskManager
+    from osdn.evaluation.harness import load_task
 
-    evaluation = find_spec("osdn.evaluation")
-    own = evaluation.submodule_search_locations if evaluation else None
-    manager = TaskManager(include_path=[str(Path(folder)) for folder in own] if own else None)
-    base = name.removesuffix("_twice")
-    base = {"squad": "squad_completion"}.get(base, base)  # what the paper calls SQuAD
-    known = next((n for n in (name, base) if n in manager.all_tasks), None)
-    if known is None:
-        raise ValueError(f"{name} is not a task of lm_eval; `lm_eval ls tasks` lists them")
-    task = manager.load(known)["tasks"][known]
-    docs = task.validation_docs() if task.has_validation_docs() else task.test_docs()
-    for doc in docs:
-        text = task.doc_to_text(doc)
-        yield text if known == name else f"{text}\n{text}"
+    task = load_task(name, tokenizer, data_dir=data_dir)
+    for doc in task.eval_docs:
+        yield task.doc_to_text(doc)
 
 
 def select(
-    tokenizer: Any, file: Path | None, tasks: list[str], count: int, length: int
+    tokenizer: Any,
+    file: Path | None,
+    tasks: list[str],
+    count: int,
+    length: int,
+    data_dir: Path | None = None,
 ) -> tuple[int | None, Iterator[Prompt]]:
     """How many prompts there are at most, if that is known, and the prompts.
 
@@ -121,7 +116,9 @@ def select(
     sources = [
         topics_twice(tokenizer, count, length)
         if task == TOPICS
-        else islice((encode(task, text, tokenizer, length) for text in task_texts(task)), count)
+        else islice(
+            (encode(task, text, tokenizer, length) for text in task_texts(task, tokenizer, data_dir)), count
+        )
         for task in tasks
     ]
     return count * len(tasks), chain.from_iterable(sources)

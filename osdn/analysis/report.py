@@ -8,7 +8,6 @@ Results are found by what they are, wherever they lie: JSON files with a "kind",
 import html
 import io
 import json
-import math
 import re
 import zlib
 from collections.abc import Callable, Iterable
@@ -20,25 +19,15 @@ import yaml  # type: ignore[import-untyped]
 from matplotlib.figure import Figure
 
 from osdn.analysis import figures
-from osdn.analysis.paper import RESIDUAL_RATIOS, THROUGHPUT, TITLES
+from osdn.evaluation import columns
+from osdn.evaluation.columns import SINGLE, Score, baseline_of, changes, derive
+from osdn.evaluation.compare import title
+from osdn.evaluation.figures import bars, pg19
+from osdn.evaluation.paper import BUCKETS, RESIDUAL_RATIOS, THROUGHPUT
 from osdn.models import PRESETS
 from osdn.training.monitor import METRICS
 from osdn.training.plot import loss_curve
 
-SINGLE = ("fda", "swde", "squad")
-REPEATED = tuple(f"{task}_twice" for task in SINGLE)
-COMMONSENSE = (
-    "piqa",
-    "hellaswag",
-    "winogrande",
-    "arc_easy",
-    "arc_challenge",
-    "social_iqa",
-    "boolq",
-    "lambada",
-)
-RETRIEVAL = ("drop", "nq_open", "triviaqa")
-BUCKETS = tuple(f"pg19_{2 * i}_{2 * i + 2}" for i in range(10))
 ABLATIONS = ("delta_net-340m", "osdn-340m", "osdn-d0", "osdn-d0-free", "osdn-apf-340m")
 NOT_RUN = '<td class="none" title="not run">·</td>'
 
@@ -47,7 +36,7 @@ NOT_RUN = '<td class="none" title="not run">·</td>'
 class Results:
     """What was found, by model: a preset's name, or whatever the result calls it."""
 
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, Score]] = field(default_factory=dict)
     diagnoses: dict[str, dict[str, Any]] = field(default_factory=dict)
     throughputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     trainings: dict[str, Path] = field(default_factory=dict)
@@ -94,7 +83,20 @@ def collect(paths: Iterable[Path]) -> Results:
             results.files.append(path)
         elif _take(results, path):
             results.files.append(path)
+    _complete(results)
     return results
+
+
+def _complete(results: Results) -> None:
+    """Adds the scores that follow from others, of the same model or of its baseline."""
+    for model, row in results.throughputs.items():
+        if row.get("change") is not None:
+            results.evaluations.setdefault(model, {})["throughput_change"] = Score(row["change"])
+    scores = {model: derive(found) for model, found in results.evaluations.items()}
+    results.evaluations = {
+        model: {**found, **changes(found, scores.get(baseline_of(model) or "", {}))}
+        for model, found in scores.items()
+    }
 
 
 def _take(results: Results, path: Path) -> bool:
@@ -116,7 +118,8 @@ def _take(results: Results, path: Path) -> bool:
         results.operators = content["tables"]
     elif kind == "evaluation":
         numbers = {k: v for k, v in content["results"].items() if isinstance(v, (int, float))}
-        results.evaluations.setdefault(content["model"], {}).update(numbers)
+        scores = {k: Score(v, content.get("errors", {}).get(k)) for k, v in numbers.items()}
+        results.evaluations.setdefault(content["model"], {}).update(scores)
     elif path.name == "summary.json" and content.get("rows") and "variant" in content["rows"][0]:
         results.labs.append((path.parent, content["rows"]))
     else:
@@ -133,56 +136,17 @@ def _trained_model(run: Path) -> str:
     return preset if preset.rpartition("-")[0] == name else name
 
 
-def baseline_of(model: str) -> str | None:
-    """The preset without online scaling on the same backbone and of the same size."""
-    if model not in PRESETS or PRESETS[model]["preconditioner"] is None:
-        return None
-    size = model.rpartition("-")[2]
-    backbone = PRESETS[model]["backbone"]
-    return next(
-        name
-        for name, preset in PRESETS.items()
-        if name.endswith(f"-{size}") and preset["backbone"] == backbone and preset["preconditioner"] is None
-    )
-
-
 def score(key: str) -> Callable[[Results, str], float | None]:
-    return lambda results, model: results.evaluations.get(model, {}).get(key)
-
-
-def mean(keys: Iterable[str]) -> Callable[[Results, str], float | None]:
-    """The average of several scores, if all are there."""
-    keys = tuple(keys)
-
     def value(results: Results, model: str) -> float | None:
-        found = [results.evaluations.get(model, {}).get(key) for key in keys]
-        numbers = [x for x in found if x is not None]
-        return sum(numbers) / len(keys) if len(numbers) == len(keys) else None
+        found = results.evaluations.get(model, {}).get(key)
+        return None if found is None else found.value
 
     return value
 
 
-def perplexity(results: Results, model: str) -> float | None:
-    """The geometric mean of WikiText's and LAMBADA's."""
-    pair = [score(key)(results, model) for key in ("wikitext_ppl", "lambada_ppl")]
-    return math.sqrt(pair[0] * pair[1]) if pair[0] is not None and pair[1] is not None else None
-
-
-def pg19_drift(results: Results, model: str) -> float | None:
-    last, early = score(BUCKETS[-1])(results, model), score(BUCKETS[1])(results, model)
-    return last - early if last is not None and early is not None else None
-
-
-def against_baseline(
-    value: Callable[[Results, str], float | None], compare: Callable[[float, float], float]
-) -> Callable[[Results, str], float | None]:
-    def difference(results: Results, model: str) -> float | None:
-        base = baseline_of(model)
-        ours = value(results, model)
-        theirs = value(results, base) if base else None
-        return compare(ours, theirs) if ours is not None and theirs is not None else None
-
-    return difference
+def evaluated(table: columns.Table) -> list[Column]:
+    """The columns of an evaluation's table."""
+    return [Column(c.title, score(c.key), c.digits, c.signed) for c in table.columns]
 
 
 def measured(key: str, task: str | None = None) -> Callable[[Results, str], float | None]:
@@ -216,12 +180,8 @@ def printed_throughput(place: int) -> Callable[[Results, str], float | None]:
     return lambda results, model: THROUGHPUT[model][place] if model in THROUGHPUT else None
 
 
-REPEATED_MEAN = mean(REPEATED)
-REPEATED_GAIN = against_baseline(REPEATED_MEAN, lambda ours, theirs: ours - theirs)
-
-
 def draw_mechanism(results: Results) -> list[Figure]:
-    named = {_title(model): result for model, result in results.diagnoses.items()}
+    named = {title(model): result for model, result in results.diagnoses.items()}
     if not named:
         return []
     drawn = [figures.contraction(named), figures.heads(named)]
@@ -230,73 +190,55 @@ def draw_mechanism(results: Results) -> list[Figure]:
 
 def draw_summary(results: Results) -> list[Figure]:
     """The paper's visual summary: bars of the main results."""
-    axes = {column.title: column.value for column in SECTIONS[0].columns}
     panels = {
-        title: {_title(m): v for m in results.models() if (v := value(results, m)) is not None}
-        for title, value in axes.items()
+        column.title: {
+            title(model): scores[column.key]
+            for model in results.models()
+            if column.key in (scores := results.evaluations.get(model, {}))
+        }
+        for column in columns.MAIN.columns
     }
-    panels = {title: values for title, values in panels.items() if values}
-    return [figures.bars(panels)] if results.evaluations and panels else []
+    panels = {name: values for name, values in panels.items() if values}
+    return [bars(panels)] if panels else []
 
 
 def draw_pg19(results: Results) -> list[Figure]:
     curves = {
-        _title(model): [scores[bucket] for bucket in BUCKETS]
+        title(model): [scores[bucket] for bucket in BUCKETS]
         for model, scores in results.evaluations.items()
         if all(bucket in scores for bucket in BUCKETS)
     }
-    return [figures.pg19(curves)] if curves else []
+    return [pg19(curves)] if curves else []
 
 
 def draw_losses(results: Results) -> list[Figure]:
-    curves = {_title(model): loss_curve(run) for model, run in results.trainings.items()}
+    curves = {title(model): loss_curve(run) for model, run in results.trainings.items()}
     return [figures.losses(curves)] if curves else []
+
+
+def section(table: columns.Table, draw: Callable[[Results], list[Figure]] | None = None) -> Section:
+    return Section(table.title, table.note, evaluated(table), draw)
 
 
 # In the order of the paper.
 SECTIONS = [
-    Section("Main results", "LM is the geometric mean of WikiText and LAMBADA; recall is accuracy.", [
-        Column("LM", perplexity, 2), Column("PG-19", score("pg19_ppl"), 2),
-        Column("recall, all", mean(SINGLE + REPEATED)), Column("single", mean(SINGLE)),
-        Column("repeated", REPEATED_MEAN), Column("Δ repeated", REPEATED_GAIN, 3, True),
-        Column("common.", mean(COMMONSENSE)), Column("LongBench", score("longbench")),
-        Column("tokens/s Δ %", timed("change"), 1, True),
-    ]),
-    Section("Language-model perplexity", "ΔNLL is the logarithm of LM against the baseline's.", [
-        Column("FW-Edu", score("fineweb_edu_ppl"), 2), Column("WikiText", score("wikitext_ppl"), 2),
-        Column("LAMBADA", score("lambada_ppl"), 2), Column("LM", perplexity, 2),
-        Column("ΔNLL", against_baseline(perplexity, lambda ours, theirs: math.log(ours / theirs)), 3, True),
-    ]),
-    Section("In-context recall", "Contains-accuracy; twice: the context is read twice.", [
-        *(Column(task.upper(), score(task)) for task in SINGLE), Column("single", mean(SINGLE)),
-        *(Column(f"{task.upper()} twice", score(f"{task}_twice")) for task in SINGLE),
-        Column("repeated", REPEATED_MEAN), Column("overall", mean(SINGLE + REPEATED)),
-    ]),
+    section(columns.MAIN),
+    section(columns.PERPLEXITY),
+    section(columns.RECALL),
     Section("Mechanism diagnostic", "Residual ratios of every write; the paper's q_geo in the last column.", [
         Column("q_geo", measured("q_geo")), Column("q_arith", measured("q_arith")),
         *(Column(f"{task.upper()} twice", measured("q_geo", f"{task}_twice")) for task in SINGLE),
         Column("docs twice", measured("q_geo", "topics_twice")),
         Column("paper", printed(RESIDUAL_RATIOS, "q_geo")),
     ], draw_mechanism),
-    Section("Commonsense reasoning", "", [
-        *(Column(task, score(task)) for task in COMMONSENSE), Column("average", mean(COMMONSENSE)),
-    ]),
-    Section("General checks", "", [
-        Column("common.", mean(COMMONSENSE)), Column("recall", mean(SINGLE + REPEATED)),
-        Column("LongBench", score("longbench")), Column("PG-19", score("pg19_ppl"), 2),
-    ], draw_summary),
-    Section("Retrieval", "F1 for DROP, exact match for the others.", [
-        *(Column(task, score(task)) for task in RETRIEVAL), Column("average", mean(RETRIEVAL)),
-    ]),
-    Section("PG-19 by position", "Perplexity by 2K-token bucket; Δ is 18–20K less 2–4K.", [
-        *(Column(f"{2 * i}–{2 * i + 2}K", score(bucket), 2) for i, bucket in enumerate(BUCKETS)),
-        Column("final", score("pg19_ppl"), 2), Column("Δ", pg19_drift, 2, True),
-    ], draw_pg19),
+    section(columns.COMMON),
+    section(columns.GENERAL, draw_summary),
+    section(columns.GENERATION),
+    section(columns.PG19, draw_pg19),
     Section("Ablations on DeltaNet", "A learned first scale, projected or free, and forgetting.", [
-        Column("common.", mean(COMMONSENSE)), Column("recall", mean(SINGLE + REPEATED)),
-        Column("LongBench", score("longbench")), Column("PG-19", score("pg19_ppl"), 2),
-        Column("Δ", pg19_drift, 2, True),
+        *evaluated(columns.GENERAL), Column(columns.DRIFT.title, score(columns.DRIFT.key), 2, True),
     ], None, ABLATIONS),
+    section(columns.LONG),
     Section("Training loss", "Mean cross-entropy of the last 256 steps.", [
         Column("final", final_loss),
     ], draw_losses),
@@ -335,7 +277,7 @@ def _table(results: Results, section: Section) -> str:
         backbone = (PRESETS.get(model, {}).get("backbone"), model.rpartition("-")[2])
         rule = ' class="rule"' if block not in (None, backbone) else ""
         block = backbone
-        rows.append(f"<tr{rule}><th>{html.escape(_title(model))}</th>{cells}</tr>")
+        rows.append(f"<tr{rule}><th>{html.escape(title(model))}</th>{cells}</tr>")
     return f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead>{"".join(rows)}</table></div>'
 
 
@@ -343,11 +285,6 @@ def _cell(column: Column, value: float | None) -> str:
     if value is None:
         return NOT_RUN
     return f"<td>{value:{'+' if column.signed else ''},.{column.digits}f}</td>"
-
-
-def _title(model: str) -> str:
-    variant, _, size = model.rpartition("-")
-    return f"{TITLES[variant]} {size.upper()}" if variant in TITLES else model
 
 
 def _lab(folder: Path, rows: list[dict[str, Any]]) -> str:

@@ -4,16 +4,8 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
-from torch import nn
 
-from osdn.analysis.paper import RESIDUAL_RATIOS, THROUGHPUT
-from osdn.models import OSDNForCausalLM, describe
-
-
-def model_name(model: nn.Module, path: str) -> str:
-    """The preset a model was made from, or the last part of its path."""
-    preset = describe(model).preset if isinstance(model, OSDNForCausalLM) else None
-    return preset or path.rstrip("/").rpartition("/")[2]
+from osdn.evaluation.paper import RESIDUAL_RATIOS, THROUGHPUT
 
 
 def diagnosis_tables(name: str, result: dict[str, Any]) -> list[Table]:

@@ -116,35 +116,27 @@ def test_prompts_come_from_one_place():
         select(byte_tokenizer(), object(), ["fda_twice"], 1, 8)
 
 
+def test_prompts_of_an_evaluation_task_are_its_own(tmp_path):
+    """`fda_twice` as `osdn eval` reads it: the question, the document twice, the cue."""
+    folder = tmp_path / "hazyresearch/based-fda"
+    folder.mkdir(parents=True)
+    row = {"text": "Device: pump. Maker: Acme\nmaker:", "key": "maker", "value": "Acme"}
+    (folder / "validation.jsonl").write_text(json.dumps(row))
+    texts = list(task_texts("fda_twice", byte_tokenizer(), tmp_path))
+    text = "Device: pump. Maker: Acme."
+    assert texts == [f"Information about Maker. {text}\n{text} Maker:"]
+
+
 @pytest.mark.slow  # lm_eval reads thousands of task files first
-def test_prompts_of_an_evaluation_task(tmp_path, monkeypatch):
-    tasks = pytest.importorskip("lm_eval.tasks", reason="lm_eval is an extra")
-    data = [{"text": f"The name is {name}.", "value": name} for name in ("Ann", "Bob")]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
-    (tmp_path / "mini.yaml").write_text(
-        f"""task: mini
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {tmp_path}/data.jsonl}}}}
-output_type: generate_until
-validation_split: validation
-doc_to_text: "{{{{text}}}} Name:"
-doc_to_target: "{{{{value}}}}"
-"""
-    )
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    original = tasks.TaskManager
-    monkeypatch.setattr(tasks, "TaskManager", lambda include_path: original(include_path=str(tmp_path)))
-    texts = ["The name is Ann. Name:", "The name is Bob. Name:"]
-    assert list(task_texts("mini")) == texts
-    assert list(task_texts("mini_twice")) == [f"{text}\n{text}" for text in texts]
+def test_an_unknown_task_is_named():
     with pytest.raises(ValueError, match="nothing is not a task"):
-        next(task_texts("nothing"))
+        next(task_texts("nothing", byte_tokenizer()))
 
 
 def test_a_task_without_lm_eval_says_what_to_install(monkeypatch):
     monkeypatch.setattr("osdn.analysis.prompts.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install"):
-        next(task_texts("fda_twice"))
+        next(task_texts("fda_twice", byte_tokenizer()))
 
 
 @pytest.fixture(scope="module")

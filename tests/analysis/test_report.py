@@ -10,9 +10,11 @@ from typer.testing import CliRunner
 
 from osdn.analysis.diagnose import diagnose
 from osdn.analysis.prompts import Prompt
-from osdn.analysis.report import BUCKETS, COMMONSENSE, SECTIONS, baseline_of, collect, write_report
+from osdn.analysis.report import SECTIONS, collect, write_report
 from osdn.analysis.throughput import summarise
 from osdn.cli import app
+from osdn.evaluation.columns import COMMONSENSE, Score, baseline_of
+from osdn.evaluation.paper import BUCKETS
 from osdn.records import save_json
 from tests.analysis.browser import CHROMIUM, DRIVER, browser
 from tests.models.variants import make, tokens
@@ -132,8 +134,8 @@ def test_the_newest_of_two_results_counts_and_others_are_left_alone(runs, tmp_pa
         scores = {"kind": "evaluation", "model": "m", "results": {"piqa": q}}
         save_json(path, scores)
         os.utime(path, (age, age))
-    assert collect([tmp_path]).evaluations["m"] == {"piqa": 2.0}
-    assert collect([second, first]).evaluations["m"] == {"piqa": 2.0}
+    assert collect([tmp_path]).evaluations["m"] == {"piqa": Score(2.0)}
+    assert collect([second, first]).evaluations["m"] == {"piqa": Score(2.0)}
 
 
 def test_the_command_reads_folders_and_says_what_is_not_there(runs, tmp_path):

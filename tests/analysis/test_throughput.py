@@ -8,8 +8,8 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from osdn.analysis import commands, throughput
-from osdn.analysis.paper import THROUGHPUT
 from osdn.cli import app
+from osdn.evaluation.paper import THROUGHPUT
 from osdn.models.describe import PAPER_STATE_MIB
 
 

@@ -1,12 +1,20 @@
-"""A model and its tokenizer from a directory or hub name, whoever trained it."""
+"""A model and its tokenizer from a directory or hub name, whoever trained it, and a name for it."""
 
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from osdn.models import load_flash_linear_attention
-from osdn.models.interchange import FORMATS
+from osdn.models.describe import describe
+from osdn.models.interchange import FORMATS, load_flash_linear_attention
+from osdn.models.modeling_osdn import OSDNForCausalLM
 
 
 def load_model(path: str | Path, device: str = "cpu") -> PreTrainedModel:
@@ -22,7 +30,7 @@ def load_model(path: str | Path, device: str = "cpu") -> PreTrainedModel:
     return model.to(device).eval()
 
 
-def load_tokenizer(path: str | Path) -> AutoTokenizer:
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer saved with a checkpoint."""
     try:
         return AutoTokenizer.from_pretrained(path)
@@ -31,3 +39,9 @@ def load_tokenizer(path: str | Path) -> AutoTokenizer:
             f"{path} has no tokenizer that can be loaded; save the one it was trained with there "
             f"(tokenizer.save_pretrained)"
         ) from error
+
+
+def model_name(model: nn.Module, path: str) -> str:
+    """The preset a model was made from, or the last part of its path."""
+    preset = describe(model).preset if isinstance(model, OSDNForCausalLM) else None
+    return preset or path.rstrip("/").rpartition("/")[2]

@@ -1,0 +1,208 @@
+"""The commands `osdn eval` and `osdn compare`."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from osdn.evaluation.compare import Comparison
+
+console = Console()
+messages = Console(stderr=True)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What the user can mend is told in a sentence, without a traceback."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        messages.print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def evaluate(
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CHECKPOINT", help="A directory or hub name of a causal model."),
+    ] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SUITE...",
+            help="Of ppl, recall, commonsense, retrieval, longbench, pg19; or all.",
+        ),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Say what the suites need, and stop.")] = False,
+    data_dir: Annotated[Path | None, typer.Option(help="A mirror of the data sets.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the results; runs/eval/MODEL if not named.")
+    ] = None,
+    window: Annotated[int, typer.Option(help="Tokens of one reading in the -twice tasks.")] = 1000,
+    books: Annotated[
+        str | None, typer.Option(help="Text for pg19 in place of PG-19: a file, a directory, or stdlib.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents a task, for a first look.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Found if not given.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens the model may see; its configuration's if not given.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
+    overwrite: Annotated[bool, typer.Option(help="Measure again what has results.")] = False,
+) -> None:
+    """Run the paper's benchmarks on a model; started again, it continues."""
+    from osdn.evaluation.suites import SUITES, select
+
+    with _plain_errors():
+        # `--suite ppl recall` leaves all but the first of its values among the arguments.
+        arguments = [a for a in checkpoint or [] if a not in SUITES and a != "all"]
+        further = [a for a in checkpoint or [] if a not in arguments]
+        suites = select([*(suite or []), *further, *arguments[1:]] or ["all"])
+        if data_dir is not None and not data_dir.is_dir():
+            raise FileNotFoundError(f"{data_dir} is not a directory; it should hold the mirror of the data")
+        if list_:
+            console.print(_needs(suites, data_dir))
+            return
+        if not arguments:
+            raise ValueError("name a checkpoint: osdn eval CHECKPOINT --suite recall")
+        if find_spec("lm_eval") is None:
+            raise ValueError('evaluation needs lm_eval: pip install "osdn[eval]"')
+        from osdn.evaluation.runner import Evaluation, Settings
+
+        settings = Settings(arguments[0], data_dir, window, books, limit, batch_size, max_length, device)
+        with messages.status(f"loading {arguments[0]}"):
+            evaluation = Evaluation(settings, output, overwrite)
+        try:
+            with _Bars(sum(len(SUITES[name]) for name in suites)) as bars:
+                outcome = evaluation.run(suites, bars)
+        except KeyboardInterrupt:
+            messages.print(f"stopped; the same command continues from what is in {evaluation.folder}")
+            raise typer.Exit(130) from None
+    for name, path in outcome.files.items():
+        console.print(_summary(name, path))
+    for task, reason in outcome.missing.items():
+        messages.print(f"[yellow]not run:[/] {task}: {escape(reason)}", soft_wrap=True)
+    if not outcome.files:
+        raise typer.Exit(1)
+    console.print(f"results are in {evaluation.folder}", soft_wrap=True)
+
+
+def compare(
+    results: Annotated[list[Path], typer.Argument(help="Folders or files of `osdn eval`, as runs/eval.")],
+    output: Annotated[Path, typer.Option(help="Folder of the tables and figures.")] = Path("runs/compare"),
+) -> None:
+    """Print and write the paper's tables for models that were evaluated."""
+    from osdn.evaluation.compare import comparisons, read, write
+
+    with _plain_errors():
+        models = read(results)
+        paths = write(models, output)
+    for table in comparisons(models):
+        console.print(_rendered(table))
+    console.print(f"{', '.join(path.name for path in paths)} are in {output}", soft_wrap=True)
+
+
+class _Bars(Progress):
+    """Two bars: the tasks, and the requests of the one that runs."""
+
+    def __init__(self, tasks: int) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        super().__init__(*columns, console=messages, transient=True)
+        self.all = self.add_task("tasks", total=tasks)
+        self.one = self.add_task("", total=None)
+
+    def begin(self, suite: str, task: str) -> None:
+        self.reset(self.one, total=None, description=f"{suite}: {task}")
+
+    def report(self, done: int, total: int) -> None:
+        self.update(self.one, completed=done, total=total)
+
+    def end(self) -> None:
+        self.advance(self.all)
+
+
+def _needs(suites: list[str], data_dir: Path | None) -> Table:
+    """What each task reads, and where it would come from."""
+    from osdn.evaluation.data import hub_answers, whereabouts
+    from osdn.evaluation.suites import SUITES
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("task", "data set", "split", "is"):
+        table.add_column(title, overflow="fold")
+    words = {"mirror": "in the mirror", "cache": "cached"}
+    words["hub"] = "on the hub" if hub_answers() else "[yellow]not here[/]"
+    for suite in suites:
+        table.add_row(f"[bold]{suite}[/]")
+        for task in SUITES[suite]:
+            place = words[whereabouts(task.data, task.config, data_dir)]
+            folder = "/".join(filter(None, (task.data, task.config)))
+            table.add_row(task.name, folder, task.split, place, end_section=task is SUITES[suite][-1])
+    return table
+
+
+def _summary(suite: str, path: Path) -> Table:
+    """The scores of a suite, with the paper's beside them if the model is one of its own."""
+    from osdn.evaluation.columns import BY_SUITE
+    from osdn.evaluation.compare import number
+
+    content = json.loads(path.read_text(encoding="utf-8"))
+    results, errors, tasks = content["results"], content["errors"], content["tasks"]
+    columns = [column for column in BY_SUITE[suite].columns if column.key in results]
+    printed = BY_SUITE[suite].figures(content["model"])
+    table = Table(
+        title=f"{suite}: {content['model']}",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("")
+    for title in ("score", "standard error", *(["paper"] if printed else [])):
+        table.add_column(title, justify="right")
+    for column in columns:
+        key, digits = column.key, column.digits
+        cells = [number(results[key], digits, column.signed), number(errors.get(key), digits)]
+        theirs = [number(printed.get(key), digits, column.signed)] if printed else []
+        table.add_row(column.title, *cells, *theirs)
+    cut = [f"{name} {task['cut']} of {task['documents']}" for name, task in tasks.items() if "cut" in task]
+    if cut:
+        table.caption = f"documents cut to the window: {', '.join(cut)}"
+    return table
+
+
+def _rendered(comparison: "Comparison") -> Table:
+    """A table turned on its side, a model a column, which suits a terminal."""
+    from osdn.evaluation.compare import heading, number
+
+    table = Table(title=comparison.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for row in comparison.rows:
+        if not row.printed:
+            table.add_column(escape(row.label), justify="right", overflow="fold")
+    for i, column in enumerate(comparison.columns):
+        ours: list[str] = []
+        theirs: list[str] = []
+        for row in comparison.rows:
+            cell = row.cells[i]
+            text = number(cell.score and cell.score.value, column.digits, column.signed)
+            if row.printed:
+                theirs[-1] = text
+                continue
+            error = cell.score and cell.score.error
+            text = f"[bold]{text}[/]" if cell.best else text
+            ours.append(text if error is None else f"{text} [dim]±{number(error, column.digits)}[/]")
+            theirs.append("–")
+        table.add_row(heading(column), *ours)
+        if set(theirs) != {"–"}:
+            table.add_row("  the paper's", *theirs, style="dim")
+    return table

@@ -1,0 +1,145 @@
+"""Where the data of a task comes from: a local mirror, or the hub and its cache.
+
+A mirror is a folder with a folder for each data set, named as on the hub (`allenai/ai2_arc`) or as in the
+cache of `datasets` (`allenai___ai2_arc`), in it perhaps one for each configuration (`ARC-Easy`), in it the
+files.  A file tells its split by its name or its folder's; that is so for files of the hub, of the cache, and
+for `validation.jsonl`.  `mirrored` makes the tasks of `lm_eval` look there first.
+"""
+
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import datasets
+import huggingface_hub.constants
+from datasets import DatasetDict, load_dataset
+from datasets.naming import camelcase_to_snakecase
+
+FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".arrow": "arrow"}
+NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # beside the data
+SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)(?![a-z])")
+SPLITS = {"valid": "validation", "val": "validation", "dev": "validation"}
+PATIENCE = 5  # seconds to wait for the hub
+
+
+class MissingDataError(OSError):
+    """A data set that is neither in the mirror nor to be had from the hub."""
+
+
+def load_data(path: str, name: str | None = None, data_dir: str | Path | None = None) -> DatasetDict:
+    """A data set by its name on the hub, from the mirror if it is there."""
+    files = find_files(path, name, data_dir)
+    if files:
+        kind = FORMATS[Path(next(iter(files.values()))[0]).suffix]
+        return load_dataset(kind, data_files=files)
+    offline = not hub_answers()
+    with (
+        bars(True),
+        patch.object(datasets.config, "HF_HUB_OFFLINE", offline or datasets.config.HF_HUB_OFFLINE),
+        patch.object(
+            huggingface_hub.constants,
+            "HF_HUB_OFFLINE",
+            offline or huggingface_hub.constants.HF_HUB_OFFLINE,
+        ),
+    ):
+        try:
+            return load_dataset(path, name)
+        except (OSError, ValueError) as error:  # ValueError: cached, but not this configuration
+            place = f"not in {data_dir}, " if data_dir else ""
+            reason = "the hub cannot be reached" if offline else str(error).splitlines()[0]
+            raise MissingDataError(f"{place}not cached, and {reason}") from error
+
+
+def find_files(path: str, name: str | None, data_dir: str | Path | None) -> dict[str, list[str]]:
+    """The files of a data set in the mirror by split; none if it is not there."""
+    if data_dir is None:
+        return {}
+    folders = [Path(data_dir) / path, Path(data_dir) / _cache_name(path)]
+    root = next((folder for folder in folders if folder.is_dir()), None)
+    if root is None:
+        return {}
+    if name and (root / name).is_dir():
+        root = root / name
+    splits: dict[str, list[str]] = {}
+    for file in sorted(root.rglob("*")):
+        if file.suffix in FORMATS and file.name not in NOT_DATA:
+            words = SPLIT.findall(file.relative_to(root).as_posix().lower())
+            split = words[-1] if words else "train"
+            splits.setdefault(SPLITS.get(split, split), []).append(str(file))
+    formats = {Path(file).suffix for files in splits.values() for file in files}
+    if len(formats) > 1:
+        raise ValueError(f"{root} holds files of several formats, {', '.join(sorted(formats))}; keep one")
+    return splits
+
+
+def whereabouts(path: str, name: str | None, data_dir: str | Path | None) -> str:
+    """Where a data set would come from now: "mirror", "cache" or "hub"."""
+    if find_files(path, name, data_dir):
+        return "mirror"
+    cached = Path(datasets.config.HF_DATASETS_CACHE) / _cache_name(path)
+    return "cache" if cached.is_dir() and (not name or (cached / name).is_dir()) else "hub"
+
+
+@contextmanager
+def bars(shown: bool) -> Iterator[None]:
+    """Whether `datasets` shows its progress: a download's is wanted, one for every small map is not."""
+    before = not datasets.are_progress_bars_disabled()
+    (datasets.enable_progress_bars if shown else datasets.disable_progress_bars)()
+    try:
+        yield
+    finally:
+        (datasets.enable_progress_bars if before else datasets.disable_progress_bars)()
+
+
+def _use_splits(task: Any) -> None:
+    """A mirror needs the split that is evaluated; others, which a task may name for examples, it may lack."""
+    config = task.config
+    evaluated = config.test_split or config.validation_split or "validation"
+    if evaluated not in task.dataset:
+        raise MissingDataError(f"{task.DATASET_PATH} is there, but has no split {evaluated}")
+    for kind in ("training_split", "validation_split"):
+        if getattr(config, kind) not in task.dataset:
+            setattr(config, kind, None)
+
+
+def _cache_name(path: str) -> str:
+    """What `datasets` calls the folder of a data set in its cache."""
+    owner, _, name = path.rpartition("/")
+    return f"{owner}___{camelcase_to_snakecase(name)}" if owner else camelcase_to_snakecase(name)
+
+
+@cache
+def hub_answers() -> bool:
+    """Whether the hub can be reached; asked once, as each data set would ask for half a minute."""
+    request = urllib.request.Request(huggingface_hub.constants.ENDPOINT, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=PATIENCE).close()
+    except urllib.error.HTTPError:
+        return True  # an answer, if not the page
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def mirrored(data_dir: str | Path | None) -> Iterator[None]:
+    """Tasks that `lm_eval` loads in this context take their data from `load_data`."""
+    from lm_eval.api.task import ConfigurableTask
+
+    original = ConfigurableTask.download
+
+    def download(task: Any, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if task.config.custom_dataset is not None or task.DATASET_PATH in set(FORMATS.values()):
+            original(task, dataset_kwargs, **kwargs)
+        else:
+            task.dataset = load_data(task.DATASET_PATH, task.DATASET_NAME, data_dir)
+            _use_splits(task)
+
+    with patch.object(ConfigurableTask, "download", download):
+        yield

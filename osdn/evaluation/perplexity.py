@@ -1,0 +1,168 @@
+"""Perplexity of documents and of long texts, for any causal model.
+
+Documents are packed into one row with their boundaries where the model takes those, and padded where it does
+not.  A long text is read piece by piece with the model's own cache: a recurrent model keeps its state and
+nothing else, so that memory does not grow with length (an attention model's cache does).  Only sums of losses
+are kept.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from osdn.evaluation.columns import Score
+from osdn.evaluation.paper import BUCKETS
+from osdn.models import OSDNForCausalLM
+from osdn.training.data import tokenize
+
+IGNORED_LABEL = -100
+CONTEXT = 4096  # tokens of a document that are read in one piece, as in training
+LABELS = 10_000_000  # the paper's cap on FineWeb-Edu
+BLOCK = 20_480  # tokens of a book that are read in one piece
+SEGMENT = 1024  # tokens of a block that are read at once
+Report = Callable[[int, int], None]  # how much is done, of how much
+
+
+def perplexity(losses: np.ndarray, labels: np.ndarray) -> Score:
+    """exp(sum of losses / number of labels) over documents, with its standard error.
+
+    The mean loss is a ratio of two sums over documents; its variance is that of the residuals
+    `losses - mean * labels` (Cochran, Sampling Techniques, 1977, section 2.11).
+    """
+    mean = losses.sum() / labels.sum()
+    value = math.exp(mean)
+    if len(losses) < 2:
+        return Score(value)
+    spread = np.sqrt(((losses - mean * labels) ** 2).sum() * len(losses) / (len(losses) - 1))
+    return Score(value, float(value * spread / labels.sum()))
+
+
+def document_losses(model: PreTrainedModel, documents: list[Tensor]) -> Tensor:
+    """The summed loss of each of some documents, given as their tokens [T_i], in one forward: [N] float64."""
+    lengths = torch.tensor([len(document) for document in documents], device=model.device)
+    if isinstance(model, OSDNForCausalLM):
+        row = torch.cat(documents)[None].to(model.device)  # [1, sum T_i]
+        ends = F.pad(lengths.cumsum(0), (1, 0))
+        logits = model(row, cu_seqlens=ends).logits[0]
+        labels = F.pad(row[0, 1:], (0, 1))
+        labels[ends[1:] - 1] = IGNORED_LABEL
+    else:
+        batch = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True).to(model.device)  # [N, T]
+        real = torch.arange(batch.shape[1], device=model.device) < lengths[:, None]
+        logits = model(batch, attention_mask=real.long(), use_cache=False).logits[
+            real
+        ]  # [sum T_i, vocabulary]
+        shifted = F.pad(batch[:, 1:], (0, 1))
+        labels = shifted.masked_fill(~F.pad(real[:, 1:], (0, 1)), IGNORED_LABEL)[real]
+    losses = F.cross_entropy(logits.float(), labels, reduction="none", ignore_index=IGNORED_LABEL).double()
+    owner = torch.arange(len(documents), device=model.device).repeat_interleave(lengths)
+    return losses.new_zeros(len(documents)).index_add(0, owner, losses).cpu()
+
+
+@torch.inference_mode()
+def document_perplexity(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Dataset,
+    tokens_at_once: int,
+    report: Report | None = None,
+    max_labels: int = LABELS,
+) -> Score:
+    """Perplexity over documents in "text", cut and closed as in training, up to `max_labels` labels."""
+    pieces = tokenize(data, tokenizer, min(CONTEXT, tokens_at_once)).with_format("torch")["input_ids"]
+    losses: list[float] = []
+    labels: list[int] = []
+    for batch in _batches(_up_to(max_labels, pieces), tokens_at_once, isinstance(model, OSDNForCausalLM)):
+        losses.extend(document_losses(model, batch).tolist())
+        labels.extend(len(piece) - 1 for piece in batch)
+        if report:
+            report(len(labels), len(pieces))
+    if not labels:
+        raise ValueError("no document has two tokens, of which one could predict the other")
+    return perplexity(np.array(losses), np.array(labels))
+
+
+def _up_to(max_labels: int, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Pieces of two tokens or more, the last one cut so that there are `max_labels` labels in all."""
+    for piece in pieces:
+        piece = piece[: max_labels + 1].long()
+        if max_labels > 0 and len(piece) > 1:
+            max_labels -= len(piece) - 1
+            yield piece
+
+
+def _batches(pieces: Iterable[Tensor], tokens_at_once: int, packed: bool) -> Iterator[list[Tensor]]:
+    """Pieces in batches of at most `tokens_at_once` tokens, padding included unless they are packed."""
+    batch: list[Tensor] = []
+    for piece in pieces:
+        lengths = [len(x) for x in (*batch, piece)]
+        if batch and (sum(lengths) if packed else max(lengths) * len(lengths)) > tokens_at_once:
+            yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield batch
+
+
+@torch.inference_mode()
+def stream(model: PreTrainedModel, ids: Tensor, segment: int = SEGMENT) -> Iterator[Tensor]:
+    """The losses of `ids` [B, T] given all that precedes, `segment` tokens at a time: [B, ≤ segment] each."""
+    cache = None
+    for start in range(0, ids.shape[1] - 1, segment):
+        piece = ids[:, start : start + segment].to(model.device)
+        output = model(piece, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        labels = ids[:, start + 1 : start + 1 + segment].to(model.device)
+        logits = output.logits[:, : labels.shape[1]].float()
+        yield F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+def blocks(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[Tensor]:
+    """Each text's whole blocks of `length` tokens, [n, length]; what is left at its end is not read."""
+    for text in texts:
+        ids = torch.tensor(tokenizer(text, verbose=False).input_ids)
+        yield ids[: len(ids) // length * length].reshape(-1, length)
+
+
+def position_perplexity(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[str],
+    count: int,
+    tokens_at_once: int,
+    report: Report | None = None,
+    block: int = BLOCK,
+) -> dict[str, Score]:
+    """Perplexity by position over all blocks of `count` texts: a tenth of a block each, and all together."""
+    size = block // len(BUCKETS)
+    rows: list[np.ndarray] = []  # the summed losses of each bucket of a block
+    for done, ids in enumerate(blocks(islice(texts, count), tokenizer, block), 1):
+        for batch in ids.split(max(1, tokens_at_once // SEGMENT)):
+            rows.extend(_bucket_sums(model, batch, size))
+        if report:
+            report(done, count)
+    if not rows:
+        raise ValueError(f"none of the texts has {block:,} tokens, the length of a block")
+    sums = np.stack(rows)  # [blocks, buckets]
+    labels = np.full(sums.shape, size)
+    labels[:, 0] -= 1  # nothing predicts the first token
+    scores = {name: perplexity(sums[:, i], labels[:, i]) for i, name in enumerate(BUCKETS)}
+    return {**scores, "pg19_ppl": perplexity(sums.sum(1), labels.sum(1))}
+
+
+def _bucket_sums(model: PreTrainedModel, ids: Tensor, size: int) -> np.ndarray:
+    """Losses summed by the bucket that their label is in: [B, T / size]."""
+    sums = torch.zeros(len(ids), ids.shape[1] // size, dtype=torch.float64)
+    position = 1  # of the label
+    for losses in stream(model, ids):
+        bucket = torch.arange(position, position + losses.shape[1]) // size
+        sums.index_add_(1, bucket, losses.double().cpu())
+        position += losses.shape[1]
+    return sums.numpy()

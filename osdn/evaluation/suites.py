@@ -1,0 +1,100 @@
+"""What each suite runs: tasks of `lm_eval`, three of our own beside them, and two measures it lacks.
+
+A task fills one column of the paper's tables or two; a column's metric is named as in `lm_eval`'s results.
+"""
+
+from dataclasses import dataclass
+
+from osdn.evaluation.columns import LONGBENCH
+
+ACCURACY, NORMALISED, EXACT = "acc,none", "acc_norm,none", "exact_match,remove_whitespace"
+CONTAINS = "contains,none"
+FINEWEB_EDU, PG19 = "fineweb_edu", "pg19"  # the measures that are not tasks of lm_eval
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    columns: dict[str, str]  # the metric of each
+    data: str  # on the hub
+    config: str | None = None
+    split: str = "validation"
+    folder: str | None = None  # of lm_eval's own definition
+
+    @property
+    def documents(self) -> str:
+        """The data as people write it."""
+        return f"{self.data}{f' ({self.config})' if self.config else ''}, {self.split}"
+
+
+def _choice(name: str, metric: str, data: str, config: str | None, split: str, folder: str) -> Task:
+    return Task(name, {name: metric}, data, config, split, folder)
+
+
+def _recall(column: str, data: str, folder: str) -> tuple[Task, Task]:
+    single = Task(folder, {column: CONTAINS}, data, "default", folder=folder)
+    return single, Task(f"{column}_twice", {f"{column}_twice": CONTAINS}, data, "default")
+
+
+LAMBADA = Task(
+    "lambada_openai",
+    {"lambada_ppl": "perplexity,none", "lambada": ACCURACY},
+    "EleutherAI/lambada_openai",
+    "default",
+    "test",
+    "lambada",
+)
+_RECALL = (
+    _recall("fda", "hazyresearch/based-fda", "fda"),
+    _recall("swde", "hazyresearch/based-swde-v2", "swde"),
+    _recall("squad", "hazyresearch/based-squad", "squad_completion"),
+)
+SUITES: dict[str, tuple[Task, ...]] = {
+    "ppl": (
+        Task(
+            "wikitext",
+            {"wikitext_ppl": "word_perplexity,none"},
+            "EleutherAI/wikitext_document_level",
+            "wikitext-2-raw-v1",
+            "test",
+            "wikitext",
+        ),
+        LAMBADA,
+        Task(FINEWEB_EDU, {"fineweb_edu_ppl": ""}, "HuggingFaceFW/fineweb-edu", "sample-10BT", "train"),
+    ),
+    "recall": (*(single for single, _ in _RECALL), *(twice for _, twice in _RECALL)),
+    "commonsense": (
+        _choice("piqa", NORMALISED, "baber/piqa", None, "validation", "piqa"),
+        _choice("hellaswag", NORMALISED, "Rowan/hellaswag", None, "validation", "hellaswag"),
+        _choice("winogrande", ACCURACY, "allenai/winogrande", "winogrande_xl", "validation", "winogrande"),
+        _choice("arc_easy", NORMALISED, "allenai/ai2_arc", "ARC-Easy", "test", "arc"),
+        _choice("arc_challenge", NORMALISED, "allenai/ai2_arc", "ARC-Challenge", "test", "arc"),
+        _choice("social_iqa", ACCURACY, "lighteval/siqa", None, "validation", "siqa"),
+        _choice("boolq", ACCURACY, "aps/super_glue", "boolq", "validation", "super_glue/boolq"),
+        LAMBADA,
+    ),
+    "retrieval": (
+        _choice("drop", "f1,none", "EleutherAI/drop", None, "validation", "drop"),
+        _choice("nq_open", EXACT, "google-research-datasets/nq_open", None, "validation", "nq_open"),
+        _choice("triviaqa", EXACT, "mandarjoshi/trivia_qa", "rc.nocontext", "validation", "triviaqa"),
+    ),
+    "longbench": tuple(
+        _choice(
+            name,
+            "score,none",
+            "Xnhyacinth/LongBench",
+            name.removeprefix("longbench_"),
+            "test",
+            "longbench",
+        )
+        for name in LONGBENCH
+    ),
+    "pg19": (Task(PG19, {"pg19_ppl": ""}, "emozilla/pg19-test", None, "test"),),
+}
+
+
+def select(names: list[str]) -> list[str]:
+    """The suites by name, each once and in their order; "all" is every one."""
+    if unknown := [name for name in names if name not in SUITES and name != "all"]:
+        raise ValueError(f"there is no suite {', '.join(unknown)}; there are {', '.join(SUITES)} and all")
+    return [suite for suite in SUITES if suite in names or "all" in names]

@@ -32,7 +32,9 @@ class ManyValues(TyperCommand):
         return super().parse_args(ctx, spread)
 
 
-Variants = Annotated[list[str], typer.Option("--variants", help="Names, as osdn-apf or osdn+d0.")]
+Variants = Annotated[
+    list[str], typer.Option("--variants", help="Names: osdn-apf, osdn+d0, or a row of the zoo.")
+]
 Etas = Annotated[list[float], typer.Option("--eta", help="Step sizes to sweep, in a row.")]
 Boxes = Annotated[list[str], typer.Option("--box", help="Boxes to sweep, as 0.5:2.")]
 Seeds = Annotated[int, typer.Option(min=1, help="How many seeds.")]
@@ -82,8 +84,9 @@ def recall(
     figures = {
         "learning": fig.learning_curves(results, "accuracy"),
         "accuracy": fig.accuracy_by_pairs(results),
-        "residual": fig.residual_by_position(results, task.boundaries()),
     }
+    if any("log_q" in mine[0] for mine in results.values()):
+        figures["residual"] = fig.residual_by_position(results, task.boundaries())
     _finish(figures | _sweep_figures(results, ["accuracy", "accuracy_2x", "q_geo"], eta), output)
 
 
@@ -168,8 +171,7 @@ def _experiment(
     with runner.progress_bar(console) as progress:
         bar = progress.add_task(title, total=sum(runner.cost(run) for run in runs), live="")
         results = summary.group(variants, runner.run_all(runs, output, progress, bar, jobs))
-    first = next(iter(results.values()))[0]
-    rows = summary.summarize(results, [metric for metric in metrics if metric in first])
+    rows = summary.summarize(results, metrics)
     console.print(summary.table(rows, title))
     summary.write(results, rows, output)
     return results
@@ -178,10 +180,10 @@ def _experiment(
 def _sweep_figures(results: "Results", metrics: list[str], etas: Sequence[float]) -> dict[str, Any]:
     from osdn.lab.figures import step_size_sweep
 
-    first = next(iter(results.values()))[0]
-    if len(etas) < 2:
+    swept = [mine[0] for variant, mine in results.items() if variant.eta is not None]
+    if len(etas) < 2 or not swept:
         return {}
-    return {f"eta_{metric}": step_size_sweep(results, metric) for metric in metrics if metric in first}
+    return {f"eta_{metric}": step_size_sweep(results, metric) for metric in metrics if metric in swept[0]}
 
 
 def _finish(figures: dict[str, Any], output: Path) -> None:

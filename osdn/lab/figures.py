@@ -67,6 +67,7 @@ def residual_by_position(
     results: Results, boundaries: Sequence[tuple[int, str]] = (), bins: int = 32
 ) -> Figure:
     """q_geo along the sequence, as the paper's Figure "Direct theorem-facing residual contraction" (a)."""
+    results = {v: mine for v, mine in results.items() if "log_q" in mine[0]}
     figure, axes = _panel("position", "residual ratio, geometric mean")
     length = len(_any(results)["log_q"])
     edges = np.linspace(0, length, min(bins, length) + 1).astype(int)
@@ -100,6 +101,8 @@ def step_size_sweep(results: Results, metric: str) -> Figure:
     figure, axes = _panel("eta", metric.replace("_", " "))
     lines: dict[str, list[tuple[float, Any]]] = {}
     for variant, mine in results.items():
+        if metric not in mine[0]:
+            continue
         value = estimate([r[metric] for r in mine])
         if variant.eta is None:
             axes.axhspan(value.low, value.high, color="0.5", alpha=0.15, linewidth=0)

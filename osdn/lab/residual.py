@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from osdn.analysis.capture import capture
+from osdn.analysis.capture import capture, recurrent_layers
 from osdn.analysis.residuals import FLOOR, residuals, scale_trajectory
 
 
 def residual_ratio(model: nn.Module, input_ids: Tensor) -> dict[str, Any]:
-    """q_geo, the geometric mean of q_t over layers, heads and tokens, and the mean log q_t by position."""
+    """q_geo, the geometric mean of q_t over layers, heads and tokens, and the mean log q_t by position.
+
+    Nothing for a model that has no delta rule.
+    """
+    if not recurrent_layers(model):
+        return {}
     layers = capture(model, input_ids=input_ids, use_cache=False)
     log_q = torch.stack([residuals(x).closed.double().clamp_min(FLOOR).log() for x in layers])
     by_position = log_q.mean((0, 1, 3))  # of [layers, B, T, HV]

@@ -43,16 +43,23 @@ def summarize(results: Results, metrics: Sequence[str]) -> list[Row]:
     for variant, mine in results.items():
         baseline = baseline_of(variant, list(results))
         for metric in metrics:
+            if metric not in mine[0]:  # a row of the zoo has no residual ratio
+                continue
             values = [result[metric] for result in mine]
-            theirs = [result[metric] for result in results[baseline]]
-            difference = None if variant == baseline else paired_difference(values, theirs)
+            theirs = [result[metric] for result in results[baseline] if metric in result]
+            difference = paired_difference(values, theirs) if theirs and variant != baseline else None
             rows.append(Row(variant.label, metric, estimate(values), baseline.label, difference))
     return rows
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
     """The rows for a terminal of 80 columns."""
-    found = Table(title=f"{title}, {rows[0].value.seeds} seeds", title_justify="left", box=box.SIMPLE_HEAD)
+    found = Table(
+        title=f"{title}, {rows[0].value.seeds} seeds",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for column in ("", "variant", "mean [95 %]", "difference [95 %]", "p"):
         found.add_column(column, no_wrap=True)
     for metric in dict.fromkeys(row.metric for row in rows):
@@ -86,7 +93,7 @@ def write(results: Results, rows: Sequence[Row], folder: Path) -> None:
         for variant, mine in results.items():
             for run in mine:
                 accuracies = [g["accuracy"] for g in run.get("grid", [])]
-                values = [run[metric] for metric in metrics]
+                values = [run.get(metric, "") for metric in metrics]
                 out.writerow([variant.label, run["settings"]["seed"], *values, *accuracies])
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from osdn.lab.variants import Variant
 from osdn.models import OSDNForCausalLM
+from osdn.zoo import causal_lm
 
 POINTS = 50  # of a learning curve
 
@@ -89,6 +90,8 @@ def build(run: Run) -> Any:
         run.width, num_hidden_layers=run.layers, vocab_size=run.task.vocab_size, backend=run.backend
     )
     torch.manual_seed(run.seed)
+    if run.variant.row is not None:
+        return causal_lm(run.variant.row, config).train()
     plain = OSDNForCausalLM(type(config)(**config.to_diff_dict() | {"preconditioner": None}))
     model = OSDNForCausalLM(config)
     model.load_state_dict(plain.state_dict(), strict=False)

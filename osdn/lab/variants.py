@@ -1,7 +1,8 @@
-"""The models of the lab by name: the nine variants, their ablations, and a sweep over step size and box.
+"""The models of the lab by name: the nine variants, their ablations, a sweep over step size and box, the zoo.
 
 `osdn-apf` is a variant, `osdn+d0` an ablation of one; `--eta 0.01 0.1` replaces every variant that scales
-online by one copy a step size.
+online by one copy a step size.  `gla` is a row of the zoo; where a variant has the same name, the row is
+`zoo:delta_net`.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from osdn.models import OSDNConfig
 from osdn.models.presets import VARIANTS
+from osdn.zoo import RECURRENCES
 
 # The paper, "OSDN Variant Ablations" and "OSDN implementation".
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -32,21 +34,30 @@ class Variant:
 
     def __post_init__(self) -> None:
         base, _, ablation = self.name.partition("+")
-        if base not in VARIANTS:
-            raise ValueError(f"there is no variant {base!r}; there are {', '.join(VARIANTS)}")
+        if base not in VARIANTS and self.row is None:
+            raise ValueError(
+                f"there is no variant {base!r}; there are {', '.join(VARIANTS)}, "
+                f"and of the zoo {', '.join(name for name in RECURRENCES if name not in VARIANTS)}"
+            )
         if ablation and ablation not in ABLATIONS:
             raise ValueError(f"there is no ablation {ablation!r}; there are {', '.join(ABLATIONS)}")
         if not self.scales and (ablation or self.eta is not None or self.bounds is not None):
             raise ValueError(f"{base} does not scale online; it has no ablation, eta or box")
 
     @property
+    def row(self) -> str | None:
+        """The row of the zoo that is meant, if one is."""
+        row = self.name.removeprefix("zoo:")
+        return row if row in RECURRENCES and self.name not in VARIANTS else None
+
+    @property
     def backbone(self) -> str:
-        return VARIANTS[self.name.partition("+")[0]][0]
+        return self.row or VARIANTS[self.name.partition("+")[0]][0]
 
     @property
     def scales(self) -> bool:
-        """Whether it scales its writes online."""
-        return VARIANTS[self.name.partition("+")[0]][1] is not None
+        """Whether it scales its writes online, and by settings that can be swept."""
+        return self.row is None and VARIANTS[self.name.partition("+")[0]][1] is not None
 
     @property
     def label(self) -> str:
@@ -55,7 +66,12 @@ class Variant:
         return self.name + eta + box
 
     def config(self, width: int, **settings: Any) -> OSDNConfig:
-        """The model of this variant at a width, which the tiny presets' proportions follow."""
+        """The model of this variant at a width, which the tiny presets' proportions follow.
+
+        For a row of the zoo it is the model whose mixers the row replaces.
+        """
+        if self.row is not None:
+            return Variant("delta_net").config(width, **settings)
         base, _, ablation = self.name.partition("+")
         settings |= {"hidden_size": width, "intermediate_size": 2 * width}
         if self.backbone == "gated_delta_net":
@@ -84,6 +100,6 @@ def sweep(
 
 
 def baseline_of(variant: Variant, present: Sequence[Variant]) -> Variant:
-    """The plain model of the variant's backbone if it is present, else the first of all."""
-    plain = [v for v in present if v.backbone == variant.backbone and not v.scales]
+    """The plain model of the variant's backbone if it is present, else (as for the zoo) the first of all."""
+    plain = [v for v in present if v.backbone == variant.backbone and not v.scales and v.row is None]
     return (plain or list(present))[0]

@@ -25,6 +25,8 @@ mixer = RecurrentMixer("gla", hidden_size=256, num_heads=4)  # [B, T, D] -> [B, 
 model = causal_lm("gla", OSDNConfig.from_preset("delta_net-tiny"))  # a language model with these mixers
 ```
 
+`osdn lab recall --variants delta_net gla mamba2` trains rows on associative recall ([the lab](lab.md)).
+
 ## Recurrence and read-out
 
 `K` and `V` are the key and value widths of a head, `M` a number of slots; the state is counted per head.

@@ -92,7 +92,8 @@ def test_summaries_pair_seeds_with_the_baseline_of_the_backbone(tmp_path):
 
 
 def test_the_command_sweeps_and_writes_tables_and_figures(tmp_path):
-    options = ["--variants", "delta_net", "osdn", "--eta", "0.01", "0.1", "--steps", "2", "--seeds", "2"]
+    options = ["--variants", "delta_net", "osdn", "gla", "--eta", "0.01", "0.1"]
+    options += ["--steps", "2", "--seeds", "2"]
     result = CliRunner().invoke(app, [*COMMAND, *options, "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
     names = {path.name for path in tmp_path.iterdir()}
@@ -104,9 +105,9 @@ def test_the_command_sweeps_and_writes_tables_and_figures(tmp_path):
         "residual.png",
         "eta_q_geo.svg",
     } <= names
-    assert sum(name.endswith(".json") for name in names) == 1 + 3 * 2
+    assert sum(name.endswith(".json") for name in names) == 1 + 4 * 2
     variants = {row["variant"] for row in json.loads((tmp_path / "summary.json").read_text())["rows"]}
-    assert variants == {"delta_net", "osdn eta=0.01", "osdn eta=0.1"}
+    assert variants == {"delta_net", "osdn eta=0.01", "osdn eta=0.1", "gla"}
 
 
 @pytest.mark.parametrize(

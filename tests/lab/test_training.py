@@ -11,6 +11,7 @@ from osdn.lab.residual import residual_ratio, scales
 from osdn.lab.training import Run, build, execute, train, warmup_cosine
 from osdn.lab.variants import ABLATIONS, Variant, baseline_of, sweep
 from osdn.models.presets import VARIANTS
+from osdn.zoo import RECURRENCES
 
 TASK = RecallTask(vocab_size=24, pairs=3, length=21, passes=2, evaluation=7)
 
@@ -116,7 +117,24 @@ def test_every_ablation_trains(ablation):
     assert math.isfinite(curve[-1]["loss"])
 
 
-@pytest.mark.parametrize("name", ["osdm", "osdn+d1", "delta_net+d0"])
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_every_row_of_the_zoo_trains(name):
+    name = f"zoo:{name}" if name in VARIANTS else name
+    model, curve = train(small(name, steps=1))
+    assert {block.attn.mixer.recurrence.name for block in model.model.layers} == {name.removeprefix("zoo:")}
+    assert math.isfinite(curve[-1]["loss"])
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["gla", "mesa_net", "zoo:osdn"])
+def test_a_row_has_an_accuracy_and_no_residual_ratio(name):
+    result = execute(small(name))
+    assert result == execute(small(name))
+    assert 0 <= result["accuracy"] <= 1
+    assert "q_geo" not in result
+
+
+@pytest.mark.parametrize("name", ["osdm", "osdn+d1", "delta_net+d0", "gla+d0", "zoo:osdm", "zoo:osdn-apf+d0"])
 def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match=r"there is no|does not scale"):
         Variant(name)

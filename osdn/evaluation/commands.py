@@ -138,7 +138,7 @@ def _needs(suites: list[str], data_dir: Path | None) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("task", "data set", "split", "is"):
-        table.add_column(title, overflow="fold")
+        table.add_column(title, overflow="fold", no_wrap=title == "task")
     words = {"mirror": "in the mirror", "cache": "cached"}
     words["hub"] = "on the hub" if hub_answers() else "[yellow]not here[/]"
     for suite in suites:

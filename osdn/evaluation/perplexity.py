@@ -144,8 +144,9 @@ def position_perplexity(
     size = block // len(BUCKETS)
     rows: list[np.ndarray] = []  # the summed losses of each bucket of a block
     for done, ids in enumerate(blocks(islice(texts, count), tokenizer, block), 1):
-        for batch in ids.split(max(1, tokens_at_once // SEGMENT)):
-            rows.extend(_bucket_sums(model, batch, size))
+        rows_at_once = max(1, tokens_at_once // SEGMENT)
+        for start in range(0, len(ids), rows_at_once):
+            rows.extend(_bucket_sums(model, ids[start : start + rows_at_once], size))
         if report:
             report(done, count)
     if not rows:

@@ -31,7 +31,7 @@ from osdn.records import save_json
 from osdn.training.data import load_source
 
 FINEWEB_DOCUMENTS = 10_000  # the last of sample-10BT, as the paper's train[-10000:]
-MOST_TOKENS = 8192  # scored at once: more is no faster on a CPU
+MOST_TOKENS = 4096  # scored at once: more is no faster on a CPU, and its logits take half a gigabyte
 OTHERWISE = "name another folder with --output, or replace them with --overwrite"
 FILES = ("*.safetensors", "*.json")  # what a checkpoint's numbers depend on
 

@@ -1,0 +1,40 @@
+"""A mirror and checkpoints that the tests of this folder share, and no network."""
+
+import pytest
+import torch
+
+from osdn.evaluation import data
+from tests.evaluation.mirror import save_llama, save_osdn, write_mirror
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_hub(tmp_path_factory):
+    """The hub is not there, and neither is whatever the machine has cached."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "hub_answers", lambda: False)
+        patch.setattr(data.datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Models this small lose more to waiting for threads than they gain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def mirror(tmp_path_factory):
+    return write_mirror(tmp_path_factory.mktemp("mirror"))
+
+
+@pytest.fixture(scope="session")
+def osdn(tmp_path_factory):
+    return save_osdn(tmp_path_factory.mktemp("checkpoints") / "osdn")
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("checkpoints") / "llama")

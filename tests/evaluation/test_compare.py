@@ -1,0 +1,145 @@
+"""Tables of several models: differences, bold, the paper's lines, and the files that are written."""
+
+import csv
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from osdn.cli import app
+from osdn.evaluation.columns import MAIN, RECALL, Score
+from osdn.evaluation.compare import compare, comparisons, latex, markdown, number, read, write
+from osdn.evaluation.paper import BUCKETS
+from osdn.records import save_json
+
+
+def save(folder, model, results, errors=None, **more):
+    content = {"kind": "evaluation", "model": model, "results": results, "errors": errors or {}, **more}
+    return save_json(folder / f"{model}.json", content)
+
+
+@pytest.fixture
+def results(tmp_path):
+    repeated = ("fda_twice", "swde_twice", "squad_twice")
+    ppl = ("wikitext_ppl", "lambada_ppl")
+    save(
+        tmp_path, "osdn-340m", dict(zip((*ppl, *repeated), (18.0, 32.0, 0.2, 0.3, 0.4))), {"fda_twice": 0.03}
+    )
+    base = dict(zip((*ppl, *repeated), (20.0, 45.0, 0.1, 0.2, 0.4))) | {
+        b: 20.0 + i for i, b in enumerate(BUCKETS)
+    }
+    save(tmp_path, "delta_net-340m", base, dict.fromkeys(repeated, 0.04))
+    save(tmp_path, "mine", {"fda_twice": 0.9, "pg19_ppl": 12.3456})
+    rows = [{"model": "osdn-340m", "change": -1.5}, {"model": "delta_net-340m"}]
+    save_json(tmp_path / "throughput.json", {"kind": "throughput", "rows": rows})
+    (tmp_path / "other.json").write_text("[]")
+    return tmp_path
+
+
+def cells(table, label):
+    row = next(row for row in table.rows if row.label == label)
+    return {column.key: cell for column, cell in zip(table.columns, row.cells)}
+
+
+def test_a_block_is_its_baseline_and_what_is_built_on_it(results):
+    models = read([results])
+    assert [model.label for model in models] == ["DeltaNet 340M", "OSDN 340M", "mine"]
+    osdn = cells(compare(models, MAIN), "OSDN 340M")
+    assert osdn["lm_ppl"].score.value == pytest.approx(24.0)
+    assert osdn["repeated_change"].score.value == pytest.approx(0.3 - 0.7 / 3)
+    assert osdn["throughput_change"].score.value == -1.5
+    assert models[1].scores["nll_change"].value == pytest.approx(math.log(24 / 30))
+    assert "repeated_change" not in models[2].scores  # it has no baseline
+    assert "repeated_change" not in models[0].scores  # it is one
+
+
+def test_the_best_of_a_block_is_bold_ties_too_and_alone_nothing_is(results):
+    table = compare(read([results]), RECALL)
+    base, osdn, mine = (cells(table, label) for label in ("DeltaNet 340M", "OSDN 340M", "mine"))
+    assert (base["fda_twice"].best, osdn["fda_twice"].best, mine["fda_twice"].best) == (False, True, False)
+    assert base["squad_twice"].best
+    assert osdn["squad_twice"].best
+    main = compare(read([results]), MAIN)
+    assert cells(main, "OSDN 340M")["lm_ppl"].best  # lower is better
+    assert not cells(main, "DeltaNet 340M")["lm_ppl"].best
+
+
+def test_the_paper_stands_below_its_models_and_no_others(results):
+    table = compare(read([results]), RECALL)
+    labels = [row.label for row in table.rows]
+    assert labels == ["DeltaNet 340M", "the paper's", "OSDN 340M", "the paper's", "mine"]
+    assert table.columns[0].key == "fda_twice"  # no column that nobody has
+    assert table.rows[3].cells[0].score == Score(0.044)
+    assert [row.first for row in table.rows] == [True, False, False, False, True]
+
+
+def test_two_checkpoints_of_one_model_are_told_apart(tmp_path):
+    for name in ("a", "b"):
+        save(tmp_path / name, "osdn-340m", {"piqa": 0.5}, checkpoint=f"runs/{name}")
+    assert [model.label for model in read([tmp_path])] == ["runs/a", "runs/b"]
+
+
+def test_models_that_are_no_presets_form_blocks_by_what_the_files_say(tmp_path):
+    shape = {"block": "delta_net, 2 layers of width 64"}
+    save(
+        tmp_path, "new", {"wikitext_ppl": 9.0, "lambada_ppl": 4.0}, checkpoint="new", baseline=False, **shape
+    )
+    save(tmp_path, "old", {"wikitext_ppl": 9.0, "lambada_ppl": 9.0}, checkpoint="old", baseline=True, **shape)
+    old, new = read([tmp_path])
+    assert (old.name, new.name) == ("old", "new")
+    assert new.scores["nll_change"].value == pytest.approx(math.log(6 / 9))
+
+
+def test_markdown_and_latex_say_the_same(results):
+    tables = comparisons(read([results]))
+    text = markdown(tables)
+    assert "| OSDN 340M | **0.200** ± 0.030 | **0.300** | **0.400** | **0.300** |" in text
+    assert "| *the paper's* | 0.044 | 0.227 | 0.383 | 0.218 |" in text
+    source = latex(tables)
+    assert r"OSDN 340M & \textbf{0.200} {\tiny $\pm$ 0.030} & \textbf{0.300} & \textbf{0.400}" in source
+    assert source.count(r"\begin{tabular}") == source.count(r"\end{tabular}") == len(tables)
+    for line in source.splitlines():
+        assert line.startswith("%") or line.count("{") == line.count("}")
+        assert line.isascii() or line.startswith("%") or "Δ" not in line
+    assert r"$\Delta$NLL $\downarrow$" in source
+
+
+def test_everything_is_written_and_the_csv_has_every_number(results, tmp_path):
+    paths = write(read([results]), tmp_path / "out")
+    names = {path.name for path in paths}
+    assert names == {
+        "compare.md", "compare.tex", "compare.csv", "summary.svg", "summary.png", "pg19.svg", "pg19.png",
+    }  # fmt: skip
+    assert all(path.stat().st_size > 100 for path in paths)
+    with (tmp_path / "out/compare.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    key = ("In-context recall", "OSDN 340M", "fda_twice")
+    found = {r["source"]: r for r in rows if (r["table"], r["model"], r["column"]) == key}
+    assert (found["measured"]["value"], found["measured"]["standard_error"]) == ("0.2", "0.03")
+    assert found["measured"]["best"] == "1"
+    assert found["paper"]["value"] == "0.044"
+
+
+def test_the_command_prints_tables_and_names_what_is_wrong(results, tmp_path):
+    done = CliRunner().invoke(app, ["compare", str(results), "--output", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    for text in ("Main results", "OSDN 340M", "the paper's", "ΔNLL", "compare.tex"):
+        assert text in done.output
+    assert "24.00" in done.output
+    (tmp_path / "empty").mkdir()
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps({"kind": "evaluation", "model": "x", "results": {"piqa": "high"}}))
+    for path, message in (
+        ("nowhere", "does not exist"), ("empty", "holds no results"), ("broken.json", "is not a result"),
+    ):  # fmt: skip
+        done = CliRunner().invoke(app, ["compare", str(tmp_path / path)])
+        assert done.exit_code == 1
+        assert message in " ".join(done.output.split())
+
+
+def test_numbers_are_readable():
+    assert number(0.12345, 3) == "0.123"
+    assert number(0.12345, 3, True) == "+0.123"
+    assert number(None, 3) == "–"
+    assert number(123456789.0, 2) == "1.23e+08"

@@ -1,0 +1,89 @@
+"""The mirror: what it may look like, what is found in it, and what is said when something is not there."""
+
+import json
+
+import pytest
+from datasets import Dataset
+
+from osdn.evaluation import data
+from osdn.evaluation.data import MissingDataError, find_files, load_data, whereabouts
+from osdn.evaluation.suites import SUITES
+from tests.evaluation.mirror import write_arrow
+
+ROWS = [{"text": "one"}, {"text": "two"}]
+
+
+@pytest.mark.parametrize("place", [
+    "owner/My-Set/validation.jsonl",
+    "owner/My-Set/config/validation.json",
+    "owner/My-Set/data/validation-00000-of-00001.parquet",
+    "owner/My-Set/config/val.parquet",
+    "owner/My-Set/config/dev-0.parquet",
+    "owner___my-set/config/0.0.0/0a1b2c/my-set-validation.arrow",
+    "owner/My-Set/validation/data-00000-of-00001.arrow",
+])  # fmt: skip
+def test_every_layout_is_read(tmp_path, place):
+    path = tmp_path / place
+    path.parent.mkdir(parents=True)
+    (path.parent / "dataset_info.json").write_text("{}")  # lies beside the data of the cache
+    if path.suffix == ".arrow":
+        write_arrow(path, ROWS)
+    elif path.suffix == ".parquet":
+        Dataset.from_list(ROWS).to_parquet(path)
+    else:
+        path.write_text("\n".join(map(json.dumps, ROWS)))
+    loaded = load_data("owner/My-Set", "config", tmp_path)
+    assert list(loaded) == ["validation"]
+    assert loaded["validation"].to_list() == ROWS
+    assert whereabouts("owner/My-Set", "config", tmp_path) == "mirror"
+
+
+def test_splits_and_parts_are_told_apart(tmp_path):
+    folder = tmp_path / "a/contest-b"
+    folder.mkdir(parents=True)
+    for name in ("train-0", "train-1", "test", "attestation"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"from": name}))
+    found = find_files("a/contest-b", None, tmp_path)
+    assert {split: len(files) for split, files in found.items()} == {"train": 3, "test": 1}
+    (folder / "extra.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match="several formats"):
+        find_files("a/contest-b", None, tmp_path)
+
+
+def test_a_missing_set_is_told_in_a_line(tmp_path, monkeypatch):
+    with pytest.raises(MissingDataError, match="not cached, and the hub cannot be reached") as told:
+        load_data("nobody/nothing", None, tmp_path)
+    assert str(tmp_path) in str(told.value)
+    assert "\n" not in str(told.value)
+    assert whereabouts("nobody/nothing", None, None) == "hub"
+
+
+def test_what_datasets_has_cached_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    (tmp_path / "Xnhyacinth___long_bench/qasper").mkdir(parents=True)
+    assert whereabouts("Xnhyacinth/LongBench", "qasper", None) == "cache"
+    assert whereabouts("Xnhyacinth/LongBench", "trec", None) == "hub"
+
+
+def test_the_data_we_list_are_those_of_lm_evals_tasks(mirror):
+    """Path, configuration and split as `lm_eval` has them, so that `--list` tells the truth."""
+    from osdn.evaluation.harness import load_task
+    from osdn.training.data import load_tokenizer
+
+    for tasks in SUITES.values():
+        for task in tasks:
+            if task.folder is not None:
+                loaded = load_task(task.name, load_tokenizer("bytes"), data_dir=mirror)
+                assert (task.data, task.config) == (loaded.DATASET_PATH, loaded.DATASET_NAME), task.name
+                split = loaded.config.test_split or loaded.config.validation_split or "validation"
+                assert split == task.split, task.name
+
+
+def test_a_mirror_without_the_split_is_told(tmp_path):
+    from osdn.evaluation.harness import load_task
+
+    folder = tmp_path / "baber/piqa"
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_text(json.dumps({"goal": "a", "sol1": "b", "sol2": "c", "label": 0}))
+    with pytest.raises(MissingDataError, match="no split validation"):
+        load_task("piqa", None, data_dir=tmp_path)

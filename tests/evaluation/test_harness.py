@@ -1,0 +1,217 @@
+"""Numbers by hand from the model's own logits and greedy text, and against `lm_eval`'s own `--model hf`."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import lm_eval
+import lm_eval.tasks
+import pytest
+import torch
+from lm_eval.tasks import TaskManager
+
+from osdn.evaluation.harness import OWN_TASKS, TokenBatchedLM, language_model, load_task, run_task
+from osdn.evaluation.suites import SUITES
+from osdn.models.checkpoints import load_model, load_tokenizer
+from tests.evaluation.mirror import arc, boolq, fda, piqa, prose, swde, write_mirror
+
+TASKS = {task.name: task for tasks in SUITES.values() for task in tasks}
+ROWS = 13
+
+
+@pytest.fixture(scope="module")
+def big_mirror(tmp_path_factory):
+    return write_mirror(tmp_path_factory.mktemp("big"), ROWS)
+
+
+class Checkpoint:
+    def __init__(self, path: str) -> None:
+        self.path, self.model, self.tokenizer = path, load_model(path), load_tokenizer(path)
+
+    def run(self, task: str, mirror: Path, tokens_at_once: int = 2048, **options) -> dict:
+        lm = language_model(self.model, self.tokenizer, tokens_at_once, **options)
+        loaded = load_task(task, self.tokenizer, data_dir=mirror)
+        return run_task(lm, TASKS[task], loaded, None, lambda done, total: None)
+
+    def scores(self, task: str, mirror: Path, **options) -> dict:
+        return self.run(task, mirror, **options)["scores"]
+
+    @torch.no_grad()
+    def loglikelihood(self, context: str, continuation: str) -> float:
+        """log p(continuation | context), one token a byte."""
+        ids = self.tokenizer(context + continuation).input_ids
+        start = len(self.tokenizer(context).input_ids)
+        logits = self.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        return sum(logits[i - 1, ids[i]].item() for i in range(start, len(ids)))
+
+    @torch.no_grad()
+    def continuation(self, prompt: str, count: int) -> str:
+        """Greedy text by recomputing the prefix for every token."""
+        ids = self.tokenizer(prompt).input_ids
+        start = len(ids)
+        while len(ids) - start < count:
+            ids.append(self.model(torch.tensor([ids])).logits[0, -1].argmax().item())
+        return self.tokenizer.decode(ids[start:])
+
+
+@pytest.fixture(scope="module", params=["osdn", "llama"])
+def checkpoint(request):
+    return Checkpoint(request.getfixturevalue(request.param))
+
+
+def best(values: list[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def test_normalised_accuracy_divides_by_the_choices_length(checkpoint, big_mirror):
+    right = {"piqa": 0, "arc_easy": 0}
+    for i in range(ROWS):
+        row = piqa(i)
+        context = f"Question: {row['goal']}\nAnswer:"
+        choices = [row["sol1"], row["sol2"]]
+        values = [checkpoint.loglikelihood(context, f" {c}") / len(c) for c in choices]
+        right["piqa"] += best(values) == row["label"]
+        row = arc(i)
+        values = [
+            checkpoint.loglikelihood(f"Question: {row['question']}\nAnswer:", f" {c}") / len(c)
+            for c in row["choices"]["text"]
+        ]
+        right["arc_easy"] += "ABC"[best(values)] == row["answerKey"]
+    for task, count in right.items():
+        score = checkpoint.scores(task, big_mirror)[task]
+        assert score.value == pytest.approx(count / ROWS)
+        assert score.error == pytest.approx(math.sqrt(score.value * (1 - score.value) / (ROWS - 1)))
+
+
+def test_plain_accuracy_does_not(checkpoint, big_mirror):
+    right = 0
+    for i in range(ROWS):
+        row = boolq(i)
+        context = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
+        values = [checkpoint.loglikelihood(context, f" {word}") for word in ("no", "yes")]
+        right += best(values) == row["label"]
+    assert checkpoint.scores("boolq", big_mirror)["boolq"].value == pytest.approx(right / ROWS)
+
+
+def test_perplexities_are_of_the_last_word_and_of_all_words(checkpoint, big_mirror):
+    last = [checkpoint.loglikelihood(*split_last(f"{prose(i, 90)} the word")) for i in range(ROWS)]
+    scores = checkpoint.scores("lambada_openai", big_mirror)
+    assert scores["lambada_ppl"].value == pytest.approx(math.exp(-sum(last) / ROWS), rel=1e-3)
+    assert scores["lambada_ppl"].error > 0
+    loaded = load_task("wikitext", checkpoint.tokenizer, data_dir=big_mirror)
+    total = sum(
+        checkpoint.loglikelihood("<|endoftext|>", loaded.doc_to_target(doc)) for doc in loaded.eval_docs
+    )
+    words = sum(len(re.split(r"\s+", f" = Title {i} = \n {prose(i, 300)}")) for i in range(ROWS))
+    score = checkpoint.scores("wikitext", big_mirror)["wikitext_ppl"]
+    assert math.log(score.value) == pytest.approx(-total / words, rel=1e-5)
+    assert score.error > 0
+
+
+def split_last(text: str) -> tuple[str, str]:
+    before, _, last = text.rpartition(" ")
+    return before, f" {last}"
+
+
+def write_rows(mirror: Path, place: str, rows: list[dict]) -> None:
+    path = mirror / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.mark.parametrize(("task", "row", "place"), [
+    ("fda", fda, "hazyresearch/based-fda/validation.jsonl"),
+    ("fda_twice", fda, "hazyresearch/based-fda/validation.jsonl"),
+    ("swde_twice", swde, "hazyresearch/based-swde-v2/validation.jsonl"),
+])  # fmt: skip
+def test_recall_counts_the_answers_that_greedy_text_contains(checkpoint, tmp_path, task, row, place):
+    """Every second answer is what the model will say; left padding and the cache must not change it."""
+    rows = [{**row(i), "text": row(i)["text"][17 * i :]} for i in range(5)]
+    write_rows(tmp_path, place, rows)
+    loaded = load_task(task, checkpoint.tokenizer, data_dir=tmp_path)
+    for i, doc in enumerate(loaded.eval_docs):
+        said = checkpoint.continuation(loaded.doc_to_text(doc), 6).split("\n")[0].strip()
+        rows[i]["value"] = said.upper() if i % 2 == 0 and said else "not what it says"
+    expected = sum(row["value"] != "not what it says" for row in rows) / 5
+    write_rows(tmp_path, place, rows)
+    result = checkpoint.run(task, tmp_path)
+    assert expected >= 0.2
+    assert result["scores"][task].value == pytest.approx(expected)
+    assert result["scores"][task].error > 0
+    assert result["documents"] == 5
+
+
+def test_exact_match_wants_the_whole_answer(checkpoint, tmp_path):
+    place = "google-research-datasets/nq_open/validation.jsonl"
+    rows = [{"question": prose(i, 40), "answer": [""]} for i in range(4)]
+    write_rows(tmp_path, place, rows)
+    loaded = load_task("nq_open", checkpoint.tokenizer, data_dir=tmp_path)
+    for i, doc in enumerate(loaded.eval_docs):
+        prompt = f"Answer these questions:\n\n{loaded.doc_to_text(doc)}"
+        said = checkpoint.continuation(prompt, 256)
+        for stop in ("\n", ".", ",", "<|endoftext|>"):
+            said = said.split(stop)[0]
+        rows[i]["answer"] = [said.strip() if i < 2 else f"{said} and more"]
+    write_rows(tmp_path, place, rows)
+    assert checkpoint.scores("nq_open", tmp_path)["nq_open"].value == 0.5
+
+
+def test_the_number_of_tokens_at_once_does_not_matter(checkpoint, big_mirror):
+    for task in ("hellaswag", "wikitext", "squad_twice", "longbench_trec"):
+        few = checkpoint.run(task, big_mirror, tokens_at_once=40)["metrics"]
+        many = checkpoint.run(task, big_mirror, tokens_at_once=4096)["metrics"]
+        one = checkpoint.run(task, big_mirror, batch_size=1)["metrics"]
+        assert few == pytest.approx(many, rel=1e-3), task
+        assert few == pytest.approx(one, rel=1e-3), task
+
+
+def test_a_batch_holds_no_more_tokens_than_asked_for(osdn):
+    checkpoint = Checkpoint(osdn)
+    lm = language_model(checkpoint.model, checkpoint.tokenizer, 100)
+    assert isinstance(lm, TokenBatchedLM)
+    lengths = [90, 60, 34, 33, 33, 20, 20, 20, 20, 20, 1]
+    requests = [(None, [0] * (n - 1), [0]) for n in lengths]
+    batches: list[list[int]] = [[]]
+    for i, n in enumerate(lengths):  # as lm_eval asks
+        batches[-1].append(n)
+        if len(batches[-1]) == lm._batch_scheduler(i, requests):
+            batches.append([])
+    assert batches == [[90], [60], [34, 33], [33, 20, 20], [20, 20, 20, 1]]
+    assert all(len(batch) * batch[0] <= 100 for batch in batches)
+
+
+LOCAL = {  # tasks that lm_eval can read local files for
+    "wikitext": ("wikitext/wikitext.yaml", "parquet", "test"),
+    "lambada_openai": ("lambada/lambada_openai.yaml", "json", "test"),
+    "hellaswag": ("hellaswag/hellaswag.yaml", "json", "validation"),
+    "nq_open": ("nq_open/nq_open.yaml", "json", "validation"),
+}
+
+
+@pytest.mark.parametrize("name", ["osdn", "llama"])
+def test_lm_evals_own_hf_model_gives_the_same_numbers(name, request, big_mirror, tmp_path, monkeypatch):
+    path = request.getfixturevalue(name)
+    root = Path(lm_eval.tasks.__file__).parent
+    for task, (file, kind, split) in LOCAL.items():
+        files = [str(f) for f in (big_mirror / TASKS[task].data).rglob("*") if f.is_file()]
+        (tmp_path / f"{task}.yaml").write_text(
+            f"include: {root / file}\ntask: {task}\ndataset_path: {kind}\ndataset_name: null\n"
+            f"training_split: null\ndataset_kwargs: {{data_files: {{{split}: {json.dumps(files)}}}}}\n"
+            + ("validation_split: null\n" if split == "test" else "")
+        )
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # seconds of subprocesses
+    manager = TaskManager(
+        include_path=[tmp_path, OWN_TASKS],
+        include_defaults=False,
+        metadata={"pretrained": path, "data_dir": str(big_mirror)},
+    )
+    tasks = [*LOCAL, "fda_twice"]
+    theirs = lm_eval.simple_evaluate(
+        model="hf", model_args={"pretrained": path, "dtype": "float32"}, tasks=tasks, batch_size=3,
+        device="cpu", task_manager=manager, bootstrap_iters=0,
+    )["results"]  # fmt: skip
+    checkpoint = Checkpoint(path)
+    for task in tasks:
+        for column, score in checkpoint.scores(task, big_mirror).items():
+            assert score.value == pytest.approx(theirs[task][TASKS[task].columns[column]], rel=1e-4), column

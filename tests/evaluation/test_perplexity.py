@@ -1,0 +1,154 @@
+"""Perplexity: packed and padded against one document at a time, streamed against one forward, and memory."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from osdn.evaluation.paper import BUCKETS
+from osdn.evaluation.perplexity import (
+    blocks,
+    document_losses,
+    document_perplexity,
+    perplexity,
+    position_perplexity,
+    stream,
+)
+from osdn.training.data import load_tokenizer
+from tests.evaluation.mirror import prose
+from tests.models.variants import make, tokens
+
+BYTES = load_tokenizer("bytes")
+
+
+@torch.no_grad()
+def plain_losses(model, ids: torch.Tensor) -> torch.Tensor:
+    """-log p of every token but the first, from one forward in float64 arithmetic after the logits."""
+    logits = model(ids[None]).logits[0, :-1].double()
+    return -logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def models(llama):
+    ours = {name: make(name, vocab_size=260) for name in ("delta_net", "osdn", "osgdn-apf", "oskda-apf")}
+    return {**ours, "llama": AutoModelForCausalLM.from_pretrained(llama).eval()}
+
+
+@pytest.mark.parametrize("name", ["delta_net", "osdn", "osgdn-apf", "oskda-apf", "llama"])
+def test_a_packed_batch_gives_what_each_document_gives(models, name):
+    documents = [tokens(T, seed=T) for T in (17, 2, 130, 65, 1, 64)]
+    with torch.no_grad():
+        together = document_losses(models[name], documents)
+    alone = torch.tensor([plain_losses(models[name], d).sum().item() for d in documents])
+    torch.testing.assert_close(together, alone.double(), rtol=1e-4, atol=1e-6)
+    assert together[4] == 0  # nothing to predict
+
+
+@pytest.mark.parametrize("name", ["osdn", "llama"])
+@pytest.mark.parametrize("tokens_at_once", [300, 5000])
+def test_documents_are_scored_as_in_training_and_up_to_a_number_of_labels(models, name, tokens_at_once):
+    texts = [prose(i, n) for i, n in enumerate((90, 250, 1, 120, 280))]
+    data = Dataset.from_dict({"text": texts})
+    losses: list[float] = []
+    for text in texts:  # each closed by the end-of-text token
+        losses += plain_losses(models[name], torch.tensor([*BYTES(text).input_ids, 256])).tolist()
+    for cap in (10_000, 400):
+        counted = losses[:cap]
+        score = document_perplexity(models[name], BYTES, data, tokens_at_once, max_labels=cap)
+        assert score.value == pytest.approx(math.exp(sum(counted) / len(counted)), rel=1e-4)
+        assert score.error > 0
+
+
+@pytest.mark.parametrize("name", ["osdn", "osgdn-apf", "oskda-apf", "llama"])
+@pytest.mark.parametrize("segment", [7, 100, 512])
+def test_streaming_gives_what_one_long_forward_gives(models, name, segment):
+    ids = tokens(2, 1001)
+    streamed = torch.cat(list(stream(models[name], ids, segment)), 1)
+    whole = torch.stack([plain_losses(models[name], row) for row in ids])
+    assert streamed.shape == (2, 1000)
+    assert (streamed - whole).abs().max() < 1e-4
+
+
+def test_perplexity_by_position_is_that_of_the_labels_there(models):
+    """Blocks of 3,000 tokens have buckets of 300, which no segment ends with."""
+    texts = [prose(1, 6100), prose(2, 2999), prose(3, 3000)]
+    scores = position_perplexity(models["osdn"], BYTES, texts, 3, tokens_at_once=2048, block=3000)
+    rows = []
+    for start, text in ((0, texts[0]), (3000, texts[0]), (0, texts[2])):
+        rows.append(plain_losses(models["osdn"], torch.tensor(BYTES(text).input_ids[start : start + 3000])))
+    losses = torch.nn.functional.pad(torch.stack(rows), (1, 0))  # by the label's place
+    for i, name in enumerate(BUCKETS):
+        first = 1 if i == 0 else 0
+        mean = losses[:, 300 * i + first : 300 * (i + 1)].mean()
+        assert scores[name].value == pytest.approx(mean.exp().item(), rel=1e-4), name
+    assert scores["pg19_ppl"].value == pytest.approx(losses[:, 1:].mean().exp().item(), rel=1e-4)
+    assert set(scores) == {*BUCKETS, "pg19_ppl"}
+
+
+def test_only_whole_blocks_are_read_and_none_is_an_error(models):
+    assert [len(ids) for ids in blocks(["ab", "abc", "abcdefg"], BYTES, 3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="none of the texts has 20,480 tokens"):
+        position_perplexity(models["osdn"], BYTES, ["too short"], 1, 4096)
+
+
+def test_the_standard_error_is_that_of_a_bootstrap():
+    generator = np.random.default_rng(0)
+    labels = generator.integers(5, 400, 300)
+    losses = labels * generator.normal(3.0, 0.4, 300)
+    score = perplexity(losses, labels)
+    draws = generator.integers(0, 300, (4000, 300))
+    values = np.exp(losses[draws].sum(1) / labels[draws].sum(1))
+    assert score.value == pytest.approx(math.exp(losses.sum() / labels.sum()))
+    assert score.error == pytest.approx(values.std(), rel=0.1)
+    assert perplexity(losses[:1], labels[:1]).error is None
+
+
+def test_the_cache_does_not_grow_with_the_text(models):
+    caches = []
+    model = models["oskda-apf"]
+    forward = model.forward
+
+    def spy(*args, past_key_values=None, **kwargs):
+        if past_key_values is None:
+            past_key_values = DynamicCache(config=model.config)
+        caches.append(past_key_values)
+        return forward(*args, past_key_values=past_key_values, **kwargs)
+
+    model.forward = spy
+    try:
+        sizes = []
+        for _ in stream(model, tokens(1, 900), 50):
+            kept = [d for layer in caches[-1].layers for d in (layer.recurrent_states, layer.conv_states)]
+            sizes.append(sum(x.untyped_storage().nbytes() for d in kept for x in d.values() if x is not None))
+    finally:
+        model.forward = forward
+    assert len(sizes) == 18
+    assert len(set(sizes)) == 1
+    assert sizes[0] > 0
+
+
+MEMORY = """
+import resource, torch
+from osdn import OSDNConfig, OSDNForCausalLM
+from osdn.evaluation.perplexity import _bucket_sums
+torch.manual_seed(0)
+model = OSDNForCausalLM(OSDNConfig.from_preset("osdn-tiny")).eval()
+ids = torch.randint(0, 512, (1, 204_800))
+peaks = []
+for length in (20_480, 204_800):
+    _bucket_sums(model, ids[:, :length], length // 10)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+print(*peaks)
+"""
+
+
+def test_memory_at_200k_tokens_is_that_at_20k():
+    """Peak resident memory of a process, in MiB; 200K tokens of logits alone would be 400."""
+    output = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True).stdout
+    short, long = map(float, output.split())
+    assert long - short < 16

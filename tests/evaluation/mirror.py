@@ -164,7 +164,7 @@ def write_arrow(path: Path, rows: list[dict]) -> None:
 
 def save_osdn(folder: Path, variant: str = "osdn", seed: int = 0) -> str:
     """A small model over bytes with weights that matter, saved with its tokenizer."""
-    config = OSDNConfig.from_preset(f"{variant}-tiny", vocab_size=260)
+    config = OSDNConfig.from_preset(f"{variant}-tiny", vocab_size=260, bos_token_id=None, eos_token_id=256)
     scatter(OSDNForCausalLM(config), seed).save_pretrained(folder)
     load_tokenizer("bytes").save_pretrained(folder)
     return str(folder)
@@ -174,7 +174,7 @@ def save_llama(folder: Path) -> str:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=2048,
+        num_key_value_heads=1, max_position_embeddings=2048, bos_token_id=None, eos_token_id=256,
     )  # fmt: skip
     scatter(LlamaForCausalLM(config)).save_pretrained(folder)
     load_tokenizer("bytes").save_pretrained(folder)

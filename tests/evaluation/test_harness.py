@@ -131,8 +131,10 @@ def test_recall_counts_the_answers_that_greedy_text_contains(checkpoint, tmp_pat
     write_rows(tmp_path, place, rows)
     loaded = load_task(task, checkpoint.tokenizer, data_dir=tmp_path)
     for i, doc in enumerate(loaded.eval_docs):
-        said = checkpoint.continuation(loaded.doc_to_text(doc), 6).split("\n")[0].strip()
-        rows[i]["value"] = said.upper() if i % 2 == 0 and said else "not what it says"
+        said = checkpoint.continuation(loaded.doc_to_text(doc), 6).split("\n")[0]
+        said = said.strip().rstrip("\ufffd")  # perhaps half of a character
+        said = said.upper() if said.isascii() else said
+        rows[i]["value"] = said if i % 2 == 0 and said else "not what it says"
     expected = sum(row["value"] != "not what it says" for row in rows) / 5
     write_rows(tmp_path, place, rows)
     result = checkpoint.run(task, tmp_path)

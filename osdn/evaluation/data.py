@@ -19,6 +19,7 @@ from unittest.mock import patch
 import datasets
 import huggingface_hub.constants
 from datasets import DatasetDict, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from datasets.naming import camelcase_to_snakecase
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".arrow": "arrow"}
@@ -37,7 +38,10 @@ def load_data(path: str, name: str | None = None, data_dir: str | Path | None = 
     files = find_files(path, name, data_dir)
     if files:
         kind = FORMATS[Path(next(iter(files.values()))[0]).suffix]
-        return load_dataset(kind, data_files=files)
+        try:
+            return load_dataset(kind, data_files=files)
+        except DatasetGenerationError as error:
+            raise ValueError(f"{path} in {data_dir} cannot be read: {error.__cause__ or error}") from error
     offline = not hub_answers()
     with (
         bars(True),
@@ -64,18 +68,25 @@ def find_files(path: str, name: str | None, data_dir: str | Path | None) -> dict
     root = next((folder for folder in folders if folder.is_dir()), None)
     if root is None:
         return {}
-    if name and (root / name).is_dir():
-        root = root / name
     splits: dict[str, list[str]] = {}
-    for file in sorted(root.rglob("*")):
-        if file.suffix in FORMATS and file.name not in NOT_DATA:
-            words = SPLIT.findall(file.relative_to(root).as_posix().lower())
-            split = words[-1] if words else "train"
-            splits.setdefault(SPLITS.get(split, split), []).append(str(file))
+    for file in _files(root, name):
+        words = SPLIT.findall(file.as_posix().removeprefix(root.as_posix()).lower())
+        split = words[-1] if words else "train"
+        splits.setdefault(SPLITS.get(split, split), []).append(str(file))
     formats = {Path(file).suffix for files in splits.values() for file in files}
     if len(formats) > 1:
         raise ValueError(f"{root} holds files of several formats, {', '.join(sorted(formats))}; keep one")
     return splits
+
+
+def _files(root: Path, name: str | None) -> list[Path]:
+    """The data files of one configuration: in its own folder, or, if there is none, not in another's."""
+    folders = [root / name, root / name.replace("-", "/")] if name else [root]  # the hub has sample/10BT
+    folder = next((folder for folder in folders if folder.is_dir()), None)
+    files = sorted(f for f in (folder or root).rglob("*") if f.suffix in FORMATS and f.name not in NOT_DATA)
+    if folder is None:
+        files = [f for f in files if f.parent in (root, root / "data") or SPLIT.fullmatch(f.parent.name)]
+    return files
 
 
 def whereabouts(path: str, name: str | None, data_dir: str | Path | None) -> str:

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import lm_eval
 import lm_eval.tasks
 import numpy as np
+from jinja2 import UndefinedError
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -91,8 +92,11 @@ def load_task(name: str, tokenizer: Any, window: int = WINDOW, data_dir: str | P
     manager = TaskManager(include_path=folders, include_defaults=name not in known, metadata=metadata)
     if name not in manager.all_tasks:
         raise ValueError(f"{name} is not a task of lm_eval; `lm_eval ls tasks` lists them")
-    with _quiet(), mirrored(data_dir):
-        task = manager.load([name])["tasks"][name]
+    try:
+        with _quiet(), mirrored(data_dir):
+            task = manager.load([name])["tasks"][name]
+    except (KeyError, UndefinedError) as error:  # lm_eval tries a task on its first document
+        raise ValueError(f"the data of {name} are not in its format: {error} is missing") from error
     if name == "squad_completion":  # as of 0.4.13 its own 48 tokens and newline lose to lm_eval's defaults
         task.set_config("generation_kwargs", {"until": ["\n"], "max_gen_toks": 48, "do_sample": False})
     return task
@@ -100,6 +104,7 @@ def load_task(name: str, tokenizer: Any, window: int = WINDOW, data_dir: str | P
 
 def run_task(lm: HFLM, task: Task, loaded: Any, limit: int | None, report: Report) -> dict[str, Any]:
     """The scores of a task by column, and what else a result file should say of it."""
+    _check_room(lm, task.name, loaded)
     random.seed(SEED)
     with _quiet(), _reporting(report):
         # Not simple_evaluate, which for every call lists the machine's packages and its repository's state.
@@ -111,6 +116,15 @@ def run_task(lm: HFLM, task: Task, loaded: Any, limit: int | None, report: Repor
     if "cut" in loaded.features:
         details["cut"] = sum(sample["doc"]["cut"] for sample in samples)
     return {"scores": scores, **details}
+
+
+def _check_room(lm: HFLM, name: str, loaded: Any) -> None:
+    if loaded.OUTPUT_TYPE == "generate_until":
+        count = (loaded.config.generation_kwargs or {}).get("max_gen_toks", lm.max_gen_toks)
+        if count >= lm.max_length:
+            raise ValueError(
+                f"{name} generates {count} tokens, and the model may see {lm.max_length}: raise --max-length"
+            )
 
 
 def _score(metrics: dict[str, Any], samples: list[dict[str, Any]], metric: str) -> Score:

@@ -50,6 +50,14 @@ def test_splits_and_parts_are_told_apart(tmp_path):
         find_files("a/contest-b", None, tmp_path)
 
 
+def test_another_configuration_is_not_taken_for_the_one_that_is_missing(tmp_path):
+    folder = tmp_path / "allenai/ai2_arc/ARC-Easy"
+    folder.mkdir(parents=True)
+    (folder / "test.jsonl").write_text(json.dumps(ROWS[0]))
+    assert find_files("allenai/ai2_arc", "ARC-Easy", tmp_path)
+    assert not find_files("allenai/ai2_arc", "ARC-Challenge", tmp_path)
+
+
 def test_a_missing_set_is_told_in_a_line(tmp_path, monkeypatch):
     with pytest.raises(MissingDataError, match="not cached, and the hub cannot be reached") as told:
         load_data("nobody/nothing", None, tmp_path)

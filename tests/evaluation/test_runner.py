@@ -206,6 +206,33 @@ def test_bad_input_is_told_in_a_sentence(osdn, arguments, message, tmp_path):
     assert "Traceback" not in done.output
 
 
+def test_data_in_another_format_are_told(osdn, tmp_path):
+    folder = tmp_path / "mirror/baber/piqa"
+    folder.mkdir(parents=True)
+    arguments = (
+        osdn,
+        "--suite",
+        "commonsense",
+        "--data-dir",
+        tmp_path / "mirror",
+        "--output",
+        tmp_path / "out",
+    )
+    for text, message in (
+        ('{"question": "a"}', "the data of piqa are not in its format"), ('{"goal": ', "baber/piqa in"),
+    ):  # fmt: skip
+        (folder / "validation.jsonl").write_text(text)
+        done = run(*arguments)
+        assert done.exit_code == 1
+        assert message in said(done)
+
+
+def test_a_model_that_may_see_too_little_is_told(osdn, mirror, tmp_path):
+    done = run(osdn, "--suite", "longbench", "--data-dir", mirror, "--output", tmp_path, "--max-length", 128)
+    assert done.exit_code == 1
+    assert "generates 128 tokens, and the model may see 128: raise --max-length" in said(done)
+
+
 def test_a_checkpoint_without_a_tokenizer_and_one_without_lm_eval(osdn, tmp_path, monkeypatch):
     bare = shutil.copytree(osdn, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     done = run(bare, "--suite", "pg19", "--output", tmp_path / "out")

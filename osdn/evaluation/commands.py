@@ -15,10 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from osdn.evaluation.compare import Comparison
+    from osdn.evaluation.columns import Column
+    from osdn.evaluation.compare import Cell, Comparison
 
 console = Console()
 messages = Console(stderr=True)
+PAPER = "  the paper's"
+CELL = 8  # characters of a score, which may have its error below it
 
 
 @contextmanager
@@ -107,8 +110,9 @@ def compare(
     with _plain_errors():
         models = read(results)
         paths = write(models, output)
-    for table in comparisons(models):
-        console.print(_rendered(table))
+    for comparison in comparisons(models):
+        for table in _rendered(comparison, console.width):
+            console.print(table)
     console.print(f"{', '.join(path.name for path in paths)} are in {output}", soft_wrap=True)
 
 
@@ -137,16 +141,18 @@ def _needs(suites: list[str], data_dir: Path | None) -> Table:
     from osdn.evaluation.suites import SUITES
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("task", "data set", "split", "is"):
+    for title in ("task", "data set, split", "is"):
         table.add_column(title, overflow="fold", no_wrap=title == "task")
-    words = {"mirror": "in the mirror", "cache": "cached"}
-    words["hub"] = "on the hub" if hub_answers() else "[yellow]not here[/]"
+    words = {
+        "mirror": "mirror",
+        "cache": "cached",
+        "hub": "on the hub" if hub_answers() else "[red]missing[/]",
+    }
     for suite in suites:
         table.add_row(f"[bold]{suite}[/]")
         for task in SUITES[suite]:
             place = words[whereabouts(task.data, task.config, data_dir)]
-            folder = "/".join(filter(None, (task.data, task.config)))
-            table.add_row(task.name, folder, task.split, place, end_section=task is SUITES[suite][-1])
+            table.add_row(task.name, task.documents, place, end_section=task is SUITES[suite][-1])
     return table
 
 
@@ -180,29 +186,40 @@ def _summary(suite: str, path: Path) -> Table:
     return table
 
 
-def _rendered(comparison: "Comparison") -> Table:
-    """A table turned on its side, a model a column, which suits a terminal."""
-    from osdn.evaluation.compare import heading, number
+def _rendered(comparison: "Comparison", width: int) -> Iterator[Table]:
+    """A table turned on its side, a model a column, in as many parts as fit the terminal."""
+    from osdn.evaluation.compare import heading
 
-    table = Table(title=comparison.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
+    models: list[tuple[str, list[str], list[str]]] = []  # label, our cells, the paper's
     for row in comparison.rows:
-        if not row.printed:
-            table.add_column(escape(row.label), justify="right", overflow="fold")
-    for i, column in enumerate(comparison.columns):
-        ours: list[str] = []
-        theirs: list[str] = []
-        for row in comparison.rows:
-            cell = row.cells[i]
-            text = number(cell.score and cell.score.value, column.digits, column.signed)
-            if row.printed:
-                theirs[-1] = text
-                continue
-            error = cell.score and cell.score.error
-            text = f"[bold]{text}[/]" if cell.best else text
-            ours.append(text if error is None else f"{text} [dim]±{number(error, column.digits)}[/]")
-            theirs.append("–")
-        table.add_row(heading(column), *ours)
-        if set(theirs) != {"–"}:
-            table.add_row("  the paper's", *theirs, style="dim")
-    return table
+        cells = [_cell(cell, column) for cell, column in zip(row.cells, comparison.columns)]
+        if row.printed:
+            models[-1] = (*models[-1][:2], cells)
+        else:
+            models.append((row.label, cells, ["–"] * len(cells)))
+    titles = [heading(column) for column in comparison.columns]
+    at_once = max(1, (width - max(map(len, [PAPER, *titles])) - 4) // (CELL + 1))
+    parts = -(-len(models) // at_once)
+    at_once = -(-len(models) // parts)  # parts of one size
+    for start in range(0, len(models), at_once):
+        part = models[start : start + at_once]
+        table = Table(title=comparison.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("", no_wrap=True)
+        for label, _, _ in part:
+            table.add_column(escape(label), justify="right", overflow="fold", min_width=CELL)
+        for i, title in enumerate(titles):
+            table.add_row(title, *(ours[i] for _, ours, _ in part))
+            if any(theirs[i] != "–" for _, _, theirs in part):
+                table.add_row(PAPER, *(theirs[i] for _, _, theirs in part), style="dim")
+        yield table
+
+
+def _cell(cell: "Cell", column: "Column") -> str:
+    from osdn.evaluation.compare import number
+
+    if cell.score is None:
+        return "–"
+    text = number(cell.score.value, column.digits, column.signed)
+    text = f"[bold]{text}[/]" if cell.best else text
+    error = cell.score.error
+    return text if error is None else f"{text} [dim]±{number(error, column.digits)}[/]"

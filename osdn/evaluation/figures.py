@@ -33,6 +33,8 @@ def bars(
         axes.invert_yaxis()
         axes.set_title(title, fontsize=9)
         axes.tick_params(labelsize=8)
+    if any((printed or {}).values()):
+        figure.supxlabel("bars: measured, with standard errors; diamonds: the paper's figures", fontsize=8)
     return figure
 
 
@@ -46,6 +48,6 @@ def pg19(curves: Mapping[str, list[Score]]) -> Figure:
         axes.plot(places, values, color=colour, marker="o", ms=3, label=name)
         low, high = ([s.value + sign * (s.error or 0.0) for s in scores] for sign in (-1, 1))
         axes.fill_between(places, low, high, color=colour, alpha=0.2, lw=0)
-    axes.set(xlabel="position, thousands of tokens", ylabel="perplexity")
-    axes.legend(frameon=False, fontsize=8)
+    axes.set(xlabel="position, thousands of tokens", ylabel="perplexity", xticks=range(0, 21, 4))
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

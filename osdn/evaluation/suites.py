@@ -24,7 +24,8 @@ class Task:
     @property
     def documents(self) -> str:
         """The data as people write it."""
-        return f"{self.data}{f' ({self.config})' if self.config else ''}, {self.split}"
+        named = self.config not in (None, "default")
+        return f"{self.data}{f' {self.config}' if named else ''}, {self.split}"
 
 
 def _choice(name: str, metric: str, data: str, config: str | None, split: str, folder: str) -> Task:

@@ -138,6 +138,32 @@ def test_the_command_prints_tables_and_names_what_is_wrong(results, tmp_path):
         assert message in " ".join(done.output.split())
 
 
+def test_no_model_is_lost_on_a_narrow_terminal(tmp_path, monkeypatch):
+    from rich.console import Console
+
+    from osdn.evaluation import commands
+
+    for variant in (
+        "delta_net",
+        "osdn",
+        "osdn-apf",
+        "gdn",
+        "osgdn",
+        "osgdn-apf",
+        "kda",
+        "oskda",
+        "oskda-apf",
+    ):
+        save(tmp_path, f"{variant}-340m", {"piqa": 0.5 + len(variant) / 1000})
+    for width in (60, 200):
+        monkeypatch.setattr(commands, "console", Console(width=width))
+        done = CliRunner().invoke(app, ["compare", str(tmp_path), "--output", str(tmp_path / "out")])
+        assert {f"0.{500 + len(variant)}" for variant in ("kda", "osdn", "oskda-apf")} <= set(
+            done.output.split()
+        )
+        assert done.output.count("340M") == 9
+
+
 def test_numbers_are_readable():
     assert number(0.12345, 3) == "0.123"
     assert number(0.12345, 3, True) == "+0.123"

@@ -152,7 +152,7 @@ def test_a_missing_set_is_one_line_and_the_rest_runs(osdn, mirror, tmp_path):
     assert [line.split(":")[1].strip() for line in lines] == [
         "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq", "lambada_openai", "pg19",
     ]  # fmt: skip
-    assert "allenai/winogrande (winogrande_xl), validation" in lines[0]
+    assert "allenai/winogrande winogrande_xl, validation" in lines[0]
     content = json.loads((tmp_path / "o/commonsense.json").read_text())
     assert content["results"].keys() == {"piqa", "hellaswag"}
     assert set(content["missing"]) == {line.split(":")[1].strip() for line in lines} - {"pg19"}
@@ -183,8 +183,8 @@ def test_the_list_says_what_is_there(mirror, tmp_path):
     done = run("--list", "--suite", "commonsense", "--data-dir", tmp_path)
     assert done.exit_code == 0
     lines = {line.split()[0]: line for line in done.output.splitlines() if line.strip()}
-    assert "in the mirror" in lines["piqa"]
-    assert "not here" in lines["hellaswag"]
+    assert "mirror" in lines["piqa"]
+    assert "missing" in lines["hellaswag"]
     assert "fda" not in lines
     everything = run("--list").output
     assert all(task.name in everything for tasks in SUITES.values() for task in tasks)

@@ -184,7 +184,7 @@ def tokenizer_train(
 app.add_typer(lab.app, name="lab")
 app.command()(lab.demo)
 
-app.command("eval")(evaluation.evaluate)
+app.command("eval", cls=lab.ManyValues)(evaluation.evaluate)
 app.command()(evaluation.compare)
 
 app.command()(analysis.diagnose)

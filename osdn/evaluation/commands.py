@@ -36,16 +36,11 @@ def _plain_errors() -> Iterator[None]:
 
 def evaluate(
     checkpoint: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="CHECKPOINT", help="A directory or hub name of a causal model."),
+        str | None, typer.Argument(help="A directory or hub name of a causal model.", show_default=False)
     ] = None,
     suite: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SUITE...",
-            help="Of ppl, recall, commonsense, retrieval, longbench, pg19; or all.",
-        ),
-    ] = None,
+        list[str], typer.Option(help="Of ppl, recall, commonsense, retrieval, longbench, pg19, in a row.")
+    ] = ["all"],  # noqa: B006
     list_: Annotated[bool, typer.Option("--list", help="Say what the suites need, and stop.")] = False,
     data_dir: Annotated[Path | None, typer.Option(help="A mirror of the data sets.")] = None,
     output: Annotated[
@@ -67,23 +62,20 @@ def evaluate(
     from osdn.evaluation.suites import SUITES, select
 
     with _plain_errors():
-        # `--suite ppl recall` leaves all but the first of its values among the arguments.
-        arguments = [a for a in checkpoint or [] if a not in SUITES and a != "all"]
-        further = [a for a in checkpoint or [] if a not in arguments]
-        suites = select([*(suite or []), *further, *arguments[1:]] or ["all"])
+        suites = select(suite)
         if data_dir is not None and not data_dir.is_dir():
             raise FileNotFoundError(f"{data_dir} is not a directory; it should hold the mirror of the data")
         if list_:
             console.print(_needs(suites, data_dir))
             return
-        if not arguments:
+        if checkpoint is None:
             raise ValueError("name a checkpoint: osdn eval CHECKPOINT --suite recall")
         if find_spec("lm_eval") is None:
             raise ValueError('evaluation needs lm_eval: pip install "osdn[eval]"')
         from osdn.evaluation.runner import Evaluation, Settings
 
-        settings = Settings(arguments[0], data_dir, window, books, limit, batch_size, max_length, device)
-        with messages.status(f"loading {arguments[0]}"):
+        settings = Settings(checkpoint, data_dir, window, books, limit, batch_size, max_length, device)
+        with messages.status(f"loading {checkpoint}"):
             evaluation = Evaluation(settings, output, overwrite)
         try:
             with _Bars(sum(len(SUITES[name]) for name in suites)) as bars:

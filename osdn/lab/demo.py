@@ -30,7 +30,7 @@ def run_demo(output: Path, console: Console) -> Path:
     task = TextTask(str(output / "corpus"), megabytes=3.0, evaluation=48)
     runs = {
         "recall": [Run(RECALL, v, seed) for v in VARIANTS for seed in range(SEEDS)],
-        "text": [Run(task, v, seed, steps=150, batch=8) for v in VARIANTS for seed in range(SEEDS)],
+        "text": [Run(task, v, seed, steps=100, batch=8) for v in VARIANTS for seed in range(SEEDS)],
     }
     everything = [*runs["recall"], *runs["text"]]
     work = sum(runner.cost(run) for run in everything)

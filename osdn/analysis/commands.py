@@ -163,12 +163,10 @@ def bench_ops(
     output: Output = Path("runs/bench"),
 ) -> None:
     """The operators against their peers."""
-    if device != "cpu":
-        _script("gpu", ["--output", str(output)])
-        return
     from osdn.analysis.bench_ops import run
 
-    run(quick, rounds, output)
+    with _plain_errors():
+        run(quick, rounds, output, device)
 
 
 @bench.command("training")

@@ -1,7 +1,8 @@
 """The operators against their peers, side by side in one process.
 
-    osdn bench ops            # everything, about six minutes on two cores
-    osdn bench ops --quick    # the main table only
+    osdn bench ops                  # everything, about six minutes on two cores
+    osdn bench ops --quick          # the main table only
+    osdn bench ops --device cuda    # the GPU kernels (osdn/analysis/bench_gpu.py)
 
 Every contender is run once a round, round after round, so that a slow spell of the machine hits them all;
 the table shows the best and the median round.  The limit is the arithmetic the recurrence cannot avoid, 6 K V
@@ -13,7 +14,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +38,37 @@ from osdn.records import save_json
 console = Console(width=None if sys.stdout.isatty() else 110)
 Call = Callable[[], Any]
 SEED = 0
+BACKBONES = ("delta_net", "gdn", "kda")
+VARIANTS = ("delta_net", "osdn", "osdn-apf", "gdn", "osgdn", "kda", "oskda")
 MM = 1024  # the limit's speed is that of a float32 product of two MM x MM matrices
 
 
 class Problem:
-    """One set of inputs, with and without gradients."""
+    """One set of inputs, with and without gradients; gates and states are float32 in every `dtype`."""
 
-    def __init__(self, B: int, T: int, H: int, K: int, V: int):
+    def __init__(
+        self,
+        B: int,
+        T: int,
+        H: int,
+        K: int,
+        V: int,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ):
         generator = torch.Generator().manual_seed(SEED)
         self.shape = {"B": B, "T": T, "H": H, "K": K, "V": V}
 
         def randn(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
+            return torch.randn(*shape, generator=generator).to(device)
 
-        q, k = F.normalize(randn(B, T, H, K), dim=-1), F.normalize(randn(B, T, H, K), dim=-1)
-        self.inputs = (q, k, randn(B, T, H, V), randn(B, T, H).sigmoid())
+        q, k = (F.normalize(randn(B, T, H, K), dim=-1).to(dtype) for _ in range(2))
+        self.inputs = (q, k, randn(B, T, H, V).to(dtype), randn(B, T, H).sigmoid())
         self.decay = -randn(B, T, H).exp() / 10
         self.channel_decay = -randn(B, T, H, K).exp() / 10
         self.retention = (randn(B, T, H) + 5).sigmoid()
-        self.state, self.scale = randn(B, H, K, V), torch.ones(B, H, K)
-        self.grad = randn(B, T, H, V)
+        self.state, self.scale = randn(B, H, K, V), torch.ones(B, H, K, device=device)
+        self.grad = randn(B, T, H, V).to(dtype)
         self.leaves = [x.clone().requires_grad_() for x in self.inputs]
 
     def macs(self) -> int:
@@ -63,11 +76,9 @@ class Problem:
         return s["B"] * s["T"] * s["H"] * s["K"] * s["V"]
 
 
-def contenders(
-    p: Problem, compiled: bool = False, chunkwise: bool = True, slow: bool = True
-) -> dict[str, Any]:
-    """name -> function of (q, k, v, beta) that returns the outputs, for sequences."""
-    variants: dict[str, Any] = {
+def variants(p: Problem, backend: str, names: Collection[str] = VARIANTS) -> dict[str, Any]:
+    """name and backend -> function of (q, k, v, beta) that returns the outputs, for sequences."""
+    calls: dict[str, Any] = {
         "delta_net": lambda b, *x: delta_rule(*x, backend=b)[0],
         "osdn": lambda b, *x: online_scaled_delta_rule(*x, backend=b)[0],
         "osdn-apf": lambda b, *x: online_scaled_delta_rule(*x, retention=p.retention, backend=b)[0],
@@ -76,23 +87,24 @@ def contenders(
         "kda": lambda b, *x: delta_rule(*x, log_decay=p.channel_decay, backend=b)[0],
         "oskda": lambda b, *x: online_scaled_delta_rule(*x, log_decay=p.channel_decay, backend=b)[0],
     }
+    return {f"{name}, {backend}": partial(calls[name], backend) for name in names}
 
-    def bind(variant: Any, backend: str) -> Any:
-        return lambda *x: variant(backend, *x)
 
+def contenders(
+    p: Problem, compiled: bool = False, chunkwise: bool = True, slow: bool = True
+) -> dict[str, Any]:
+    """The variants and their peers on a CPU."""
     found: dict[str, Any] = {}
     if "cpu" in available_backends():
-        found |= {f"{name}, cpu": bind(f, "cpu") for name, f in variants.items()}
+        found |= variants(p, "cpu")
     if chunkwise:
-        found |= {
-            f"{name}, chunkwise": bind(variants[name], "chunkwise") for name in ("delta_net", "gdn", "kda")
-        }
+        found |= variants(p, "chunkwise", BACKBONES)
     found["gdn, transformers eager"] = lambda q, k, v, b: torch_chunk_gated_delta_rule(q, k, v, p.decay, b)[0]
     if compiled:
         graph = torch.compile(torch_chunk_gated_delta_rule, dynamic=False)
         found["gdn, transformers compiled"] = lambda q, k, v, b: graph(q, k, v, p.decay, b)[0]
     if slow:
-        found["osdn, chunkwise"] = bind(variants["osdn"], "chunkwise")
+        found |= variants(p, "chunkwise", ["osdn"])
         found["osdn, the paper's form"] = paper_form.osdn
     return found
 
@@ -128,17 +140,26 @@ def decoding(p: Problem) -> dict[str, Call]:
     return {name: torch.no_grad()(call) for name, call in calls.items()}
 
 
-def race(calls: dict[str, Call], rounds: int, title: str, repeat: int = 1) -> dict[str, dict[str, float]]:
+def on_cpu(call: Call, repeat: int) -> float:
+    """Milliseconds of one of `repeat` calls."""
+    start = time.perf_counter()
+    for _ in range(repeat):
+        call()
+    return (time.perf_counter() - start) / repeat * 1e3
+
+
+def race(
+    calls: dict[str, Call],
+    rounds: int,
+    title: str,
+    repeat: int = 1,
+    clock: Callable[[Call, int], float] = on_cpu,
+) -> dict[str, dict[str, float]]:
     """Milliseconds of every call: one run each a round, the first round thrown away."""
-    a, b = torch.randn(MM, MM), torch.randn(MM, MM)
-    everyone = {"torch.mm": lambda: torch.mm(a, b), **calls}
-    times: dict[str, list[float]] = {name: [] for name in everyone}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in track(range(rounds + 1), description=title, console=console, transient=True):
-        for name, call in everyone.items():
-            start = time.perf_counter()
-            for _ in range(repeat):
-                call()
-            times[name].append((time.perf_counter() - start) / repeat * 1e3)
+        for name, call in calls.items():
+            times[name].append(clock(call, repeat))
     return {name: {"min": min(t[1:]), "median": statistics.median(t[1:])} for name, t in times.items()}
 
 
@@ -188,19 +209,26 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="only the main table and decoding")
     parser.add_argument("--rounds", type=int, default=9, help="rounds a table (default 9)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default cpu)")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder of the results")
     args = parser.parse_args()
-    run(args.quick, args.rounds, args.output)
+    run(args.quick, args.rounds, args.output, args.device)
 
 
-def run(quick: bool, rounds: int, output: Path) -> None:
+def run(quick: bool, rounds: int, output: Path, device: str = "cpu") -> None:
     """All tables, printed and saved; `quick` is the main one and decoding."""
+    if device != "cpu":
+        from osdn.analysis import bench_gpu
+
+        bench_gpu.run(quick, rounds, output, device)
+        return
     torch.manual_seed(SEED)
+    a, b = torch.randn(MM, MM), torch.randn(MM, MM)
     threads = torch.get_num_threads()
     everything: list[dict[str, Any]] = []
 
     def table(title: str, p: Problem, calls: dict[str, Call], operations: int, rounds: int) -> dict[str, Any]:
-        result = race(calls, rounds, title)
+        result = race({"torch.mm": lambda: torch.mm(a, b), **calls}, rounds, title)
         limit = add_limit(result, p.macs(), operations)
         show(title, limit, result)
         entry = {
@@ -225,7 +253,6 @@ def run(quick: bool, rounds: int, output: Path) -> None:
 
         one = Problem(1, 1, 8, 128, 128)
         result = race(decoding(one), 3 * rounds, "decoding", repeat=100)
-        del result["torch.mm"]
         show(f"decoding one token, B=1 H=8 K=V=128, {n} thread{'s' * (n > 1)}", None, result)
         everything.append({"title": "decoding", "threads": n, "ms": result, **one.shape})
     torch.set_num_threads(threads)

@@ -76,14 +76,13 @@ def launches(
 
 
 def _call_everything(T: int, K: int, V: int, decay: str, dtype: torch.dtype) -> None:
-    at = chunks_of(1, T, None, torch.device("cpu"))
-
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 
     H = 2
     shapes = {"head": (1, T, H), "channel": (1, T, H, K)}
     k, v, beta = zeros(1, T, H, K), zeros(1, T, H, V), zeros(1, T, H)
+    at = chunks_of(k, None)
     state, d = zeros(1, H, K, V, dtype=torch.float32), zeros(1, H, K, dtype=torch.float32)
     g = None if decay == "none" else zeros(*shapes[decay], dtype=torch.float32)
     settings = Scaling(0.003, (0.5, 2.0), True, 1e-6)

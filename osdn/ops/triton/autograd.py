@@ -145,7 +145,7 @@ def _phase1_inputs(
 ) -> phase1.Inputs:
     constant, settings = _scaling(numbers, aware)
     k, beta, r, d = _contiguous(k, beta, r, d)
-    at = chunks_of(k.shape[0], k.shape[1], cu, k.device)
+    at = chunks_of(k, cu)
     return phase1.Inputs(k, beta, constant if r is None else r, d, settings, at)
 
 
@@ -246,7 +246,7 @@ def _phase2_inputs(
     cu: Tensor | None,
 ) -> phase2.Inputs:
     q, k, v, beta, w, g, S = _contiguous(q, k, v, beta, w, g, S)
-    at = chunks_of(k.shape[0], k.shape[1], cu, k.device)
+    at = chunks_of(k, cu)
     return phase2.Inputs(q, k, v, beta, k if w is None else w, g, S, at)
 
 

@@ -1,4 +1,4 @@
-"""Where the sequences and their chunks of 64 tokens lie: index tables, made on the host and kept.
+"""Where the sequences and their chunks of tokens lie: index tables, made on the host and kept.
 
 A batch is a packed row whose boundaries are multiples of T, so kernels know of packed sequences alone.
 """
@@ -14,9 +14,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from osdn.ops.checks import boundaries
 
-CHUNK = 64
-LEVELS = 6  # 2**6 tokens
-
 
 @dataclass(frozen=True)
 class Chunks:
@@ -24,6 +21,7 @@ class Chunks:
     sequences: Tensor  # [N + 1], int32: the first chunk of a sequence
     tokens: Tensor  # [N + 1], int32: the first token of a sequence
     longest: int  # tokens in the longest sequence
+    size: int  # tokens of a whole chunk, a power of two
 
     @property
     def count(self) -> int:
@@ -33,37 +31,48 @@ class Chunks:
     def N(self) -> int:  # noqa: N802
         return self.tokens.shape[0] - 1
 
+    def sizes(self) -> dict[str, int]:
+        return {"C": self.size, "LEVELS": self.size.bit_length() - 1}
 
-def upper_bound(B: int, T: int, N: int) -> int:
-    """No batch and no packing has more chunks than this, whatever the boundaries."""
-    return B * T // CHUNK + N
+
+def chunk_size(k: Tensor) -> int:
+    """64 tokens; 32 where 64 keys alone would fill the 64 KB that a block has on an AMD GPU."""
+    return 64 if k.shape[3] * k.element_size() <= 512 else 32
+
+
+def upper_bound(k: Tensor, N: int) -> int:
+    """No batch and no packing makes more chunks of these keys, whatever the boundaries."""
+    return k.shape[0] * k.shape[1] // chunk_size(k) + N
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def chunks_of(B: int, T: int, cu_seqlens: Tensor | None, device: torch.device) -> Chunks:
+def chunks_of(k: Tensor, cu_seqlens: Tensor | None) -> Chunks:
+    """Of keys [B, T, H, K]."""
+    B, T = k.shape[:2]
+    size, device = chunk_size(k), k.device
     if cu_seqlens is None:
-        return _tables(tuple(range(0, B * T + 1, T)) if T else (0,) * (B + 1), device)
+        return _tables(tuple(range(0, B * T + 1, T)) if T else (0,) * (B + 1), size, device)
     if cu_seqlens.is_inference():  # such a tensor does not count its changes
-        return _tables(tuple(boundaries(cu_seqlens, T)), device)
+        return _tables(tuple(boundaries(cu_seqlens, T)), size, device)
     # Reading the boundaries waits for the GPU; every layer of a model passes the same tensor.
-    version, T_known, tables = _known.get(cu_seqlens, (None, None, None))
-    if version != cu_seqlens._version or T_known != T or tables.table.device != device:
-        tables = _tables(tuple(boundaries(cu_seqlens, T)), device)
-        _known[cu_seqlens] = (cu_seqlens._version, T, tables)
-    return tables
+    version, cuts = _known.get(cu_seqlens, (None, ()))
+    if version != cu_seqlens._version or cuts[-1] != T:
+        cuts = tuple(boundaries(cu_seqlens, T))
+        _known[cu_seqlens] = (cu_seqlens._version, cuts)
+    return _tables(cuts, size, device)
 
 
 @lru_cache(maxsize=32)
-def _tables(cuts: tuple[int, ...], device: torch.device) -> Chunks:
+def _tables(cuts: tuple[int, ...], size: int, device: torch.device) -> Chunks:
     rows, sequences = [], [0]
     for begin, end in pairwise(cuts):
-        rows += [(start, min(CHUNK, end - start)) for start in range(begin, end, CHUNK)]
+        rows += [(start, min(size, end - start)) for start in range(begin, end, size)]
         sequences.append(len(rows))
     longest = max((b - a for a, b in pairwise(cuts)), default=0)
 
     def put(values: list[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
 
-    return Chunks(put(rows).reshape(-1, 2), put(sequences), put(list(cuts)), longest)
+    return Chunks(put(rows).reshape(-1, 2), put(sequences), put(list(cuts)), longest, size)

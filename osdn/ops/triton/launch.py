@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from osdn.ops.triton.chunks import CHUNK, LEVELS
-
 Options = dict[str, int]
 
 
@@ -37,8 +35,17 @@ TABLE: dict[str, dict[str, list[Options]]] = {
     "sums_back_kernel": {"": [_row(4, BK=32)]},
     "scale_scan_back_kernel": {"": [_row(4), _row(8)]},
     "scale_keys_back_kernel": {"": [_row(4, BK=32)]},
-    "gram_kernel": {"": [_row(4, BK=32), _row(8, BK=32)], "sm_9": [_row(8, BK=64), _row(4, BK=64)]},
-    "gram_kernel of channels": {"": [_row(8, BK=16)], "sm_9": [_row(8, BK=32)], "gfx9": [_row(8, BK=32)]},
+    "gram_kernel": {
+        "": [_row(4, BK=32), _row(8, BK=32)],
+        "sm_9": [_row(8, BK=64), _row(4, BK=64)],
+        "sm_10": [_row(8, BK=64), _row(4, BK=64)],
+    },
+    "gram_kernel of channels": {
+        "": [_row(8, BK=16)],
+        "sm_9": [_row(8, BK=32)],
+        "sm_10": [_row(8, BK=32)],
+        "gfx9": [_row(8, BK=32)],
+    },
     "solve_kernel": {"": [_row(8, BK=64, BV=64), _row(4, BK=32, BV=64)]},
     "scan_kernel": {"": [_row(4, 2, BV=32), _row(4, 2, BV=16), _row(8, 2, BV=64)]},
     "read_kernel": {"": [_row(4, 2, BK=64, BV=64), _row(8, 2, BK=64, BV=128)]},
@@ -97,7 +104,7 @@ def run(
     `sizes` may hold more than the kernel takes; `grid` is called with the block sizes.
     """
     name = architecture(like.device) if _recorder is None else _recorder[0]
-    constants = {**sizes, "C": CHUNK, "LEVELS": LEVELS, **_precision(like.dtype, name)}
+    constants = {**sizes, **_precision(like.dtype, name)}
     arguments |= {x: constants[x] for x in kernel.arg_names if x in constants}
     rows = _rows(kernel.__name__, sizes.get("DECAY"), name)
     options = [_fit(row, sizes, like.element_size()) for row in rows]

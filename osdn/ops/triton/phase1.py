@@ -21,7 +21,7 @@ from torch import Tensor
 
 from osdn.ops.checks import Scaling
 from osdn.ops.triton import blocks, launch
-from osdn.ops.triton.chunks import CHUNK, Chunks, upper_bound
+from osdn.ops.triton.chunks import Chunks, upper_bound
 
 # What `RETENTION` says of what a scale keeps of itself.
 HEAD_RETENTION = tl.constexpr(1)  # one number a token and head
@@ -334,6 +334,7 @@ class Inputs(NamedTuple):
             "RETENTION": retention,
             "BETA_AWARE": self.settings.beta_aware,
             "BOUNDED": self.settings.bounds is not None,
+            **self.at.sizes(),
         }
 
     def numbers(self) -> dict[str, float]:
@@ -351,7 +352,7 @@ def system(i: Inputs) -> dict[str, Tensor]:
     """x, y [B, T, HV] and the inverses [chunks, HV, C, C], float32."""
     HV = i.beta.shape[2]
     x, y = i.beta.new_empty(2, *i.beta.shape, dtype=torch.float32)
-    solve = i.k.new_empty(i.at.count, HV, CHUNK, CHUNK, dtype=torch.float32)
+    solve = i.k.new_empty(i.at.count, HV, i.at.size, i.at.size, dtype=torch.float32)
     made = {"x": x, "y": y, "solve": solve}
     inputs = {"k": i.k, "beta": i.beta, "chunks": i.at.table, "eta": i.settings.eta, "eps": i.settings.eps}
     launch.run(system_kernel, lambda o: (i.at.count, HV), i.k, i.sizes(), **inputs, **made)
@@ -385,7 +386,7 @@ def forward(i: Inputs) -> tuple[Tensor, Tensor, Steps]:
 def empty_outputs(k: Tensor, beta: Tensor, N: int) -> tuple[Tensor, Tensor, Steps]:
     """What `forward` returns, but for its values; zeros where it may leave some out."""
     (B, T, _, K), HV = k.shape, beta.shape[2]
-    rows = upper_bound(B, T, N)
+    rows = upper_bound(k, N)
     steps = Steps(
         k.new_zeros(rows, HV, K, dtype=torch.float32),
         k.new_zeros(rows, HV, dtype=torch.int32),

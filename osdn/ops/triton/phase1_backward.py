@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from osdn.ops.triton import blocks, launch
-from osdn.ops.triton.chunks import CHUNK
 from osdn.ops.triton.phase1 import (
     CHANNEL_RETENTION,
     HEAD_RETENTION,
@@ -315,7 +314,7 @@ def backward(i: Inputs, steps: Steps, grad_w: Tensor, grad_final_scale: Tensor |
         "sequences": at.sequences,
         "grad_final_scale": grad_final_scale,
         "grad_initial_scale": grad_initial_scale,
-        "scratch": k.new_empty(at.N, HV, CHUNK, i.sizes()["KP"], dtype=torch.float32),
+        "scratch": k.new_empty(at.N, HV, at.size, i.sizes()["KP"], dtype=torch.float32),
     }
     per_sequence = lambda o: (at.N, HV)  # noqa: E731
     if not i.parallel:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from osdn.ops.triton import blocks, launch
 from osdn.ops.triton.blocks import CHANNEL_DECAY, HEAD_DECAY, NO_DECAY
-from osdn.ops.triton.chunks import CHUNK, Chunks
+from osdn.ops.triton.chunks import Chunks
 
 
 @triton.jit
@@ -264,7 +264,8 @@ class Inputs(NamedTuple):
     def sizes(self) -> dict[str, int]:
         (H, K), (HV, V) = self.k.shape[2:], self.v.shape[2:]
         decay = 0 if self.g is None else self.g.ndim - 2
-        return {"H": H, "HW": self.w.shape[2], "HV": HV, "K": K, "V": V, "DECAY": decay}
+        sizes = {"H": H, "HW": self.w.shape[2], "HV": HV, "K": K, "V": V, "DECAY": decay}
+        return sizes | self.at.sizes()
 
 
 class Recurrence(NamedTuple):
@@ -291,7 +292,7 @@ def recurrence(x: Inputs, keep_gram: bool) -> Recurrence:
     q, k, v, beta, w, g, initial_state, at = x
     B, T, _, K = k.shape
     HV, V = v.shape[2:]
-    scores, solve = k.new_empty(2, at.count, HV, CHUNK, CHUNK)
+    scores, solve = k.new_empty(2, at.count, HV, at.size, at.size)
     gram = torch.empty_like(scores) if keep_gram else None
     per_chunk = lambda o: (at.count, HV)  # noqa: E731
     inputs = {"k": k, "g": g, "chunks": at.table, "solve": solve}

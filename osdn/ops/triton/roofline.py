@@ -13,7 +13,7 @@ from torch import Tensor
 
 from osdn.ops.checks import Scaling
 from osdn.ops.triton import launch, phase1, phase1_backward, phase2, phase2_backward
-from osdn.ops.triton.chunks import CHUNK, LEVELS, chunks_of
+from osdn.ops.triton.chunks import chunks_of
 
 # NVIDIA H100 SXM data sheet: memory bandwidth, dense bfloat16 and TF32 rates, boost clock.
 BANDWIDTH = 3.35e12
@@ -49,9 +49,9 @@ class Cost(NamedTuple):
         return max(self.moving, self.multiplying)
 
 
-def products(kernel: str, K: int, V: int, DECAY: int) -> tuple[int, int]:
+def products(kernel: str, K: int, V: int, DECAY: int, C: int = 64, LEVELS: int = 6) -> tuple[int, int]:
     """Multiply-adds a chunk and head: of operands in the inputs' dtype, and of float32."""
-    C, channel = CHUNK, DECAY == 2
+    channel = DECAY == 2
     inverse = 2 * (LEVELS - 1) * C**3
     return {
         "gram_kernel": ((2 * LEVELS + 1 if channel else 2) * C * C * K, inverse),
@@ -72,7 +72,7 @@ def cost(x: launch.Launch) -> Cost:
     idle = ONLY_WHERE_THE_BOX_BINDS.get(x.kernel.__name__, ())
     tensors = {id(t): t for name, t in x.arguments.items() if isinstance(t, Tensor) and name not in idle}
     moved = sum(t.numel() * t.element_size() for t in tensors.values())
-    sizes = {name: x.arguments.get(name, 0) for name in ("K", "V", "DECAY")}
+    sizes = {name: x.arguments.get(name, 0) for name in ("K", "V", "DECAY", "C", "LEVELS")}
     tasks = x.arguments["chunks"].shape[0] * x.arguments["HV"]
     in_dtype, in_float = products(x.kernel.__name__, **sizes)
     return Cost(x.kernel.__name__, moved, 2 * tasks * in_dtype, 2 * tasks * in_float, _depth(x))
@@ -82,7 +82,7 @@ def _depth(x: launch.Launch) -> int:
     if "sequences" not in x.arguments:
         return 1
     chunks = x.arguments["chunks"].shape[0] // (x.arguments["sequences"].shape[0] - 1)
-    return chunks * (CHUNK if x.kernel.__name__.startswith("precondition") else 1)
+    return chunks * (x.arguments["C"] if x.kernel.__name__.startswith("precondition") else 1)
 
 
 def costs(
@@ -90,7 +90,6 @@ def costs(
 ) -> tuple[list[Cost], list[Cost]]:
     """Of phase 1 and of phase 2, in bfloat16; with `retention` phase 1 goes token by token."""
     meta = torch.device("meta")
-    at = chunks_of(B, T, None, meta)
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=meta)
@@ -98,6 +97,7 @@ def costs(
     shapes = {"head": (B, T, H), "channel": (B, T, H, K)}
     q, k, w = (empty(B, T, H, K) for _ in range(3))
     v, beta = empty(B, T, H, V), empty(B, T, H)
+    at = chunks_of(k, None)
     g = None if decay == "none" else empty(*shapes[decay], dtype=torch.float32)
     inputs = phase2.Inputs(q, k, v, beta, w, g, None, at)
     settings = Scaling(0.003, (0.5, 2.0), True, 1e-6)

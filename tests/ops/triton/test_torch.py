@@ -89,29 +89,39 @@ def test_double_precision_is_refused_with_a_way_out():
         delta_rule(**x, **options)
 
 
+def keys(B, T, K=4, dtype=torch.float32, device=DEVICE):
+    return torch.zeros(B, T, 1, K, dtype=dtype, device=device)
+
+
 def test_boundaries_are_read_once_and_again_when_they_change(monkeypatch):
     reads = []
     boundaries = chunks.boundaries
     monkeypatch.setattr(chunks, "boundaries", lambda *a: reads.append(a) or boundaries(*a))
     cu = torch.tensor([0, 70, 100], device=DEVICE)
-    assert chunks.chunks_of(1, 100, cu, DEVICE).table.tolist() == [[0, 64], [64, 6], [70, 30]]
-    chunks.chunks_of(1, 100, cu, DEVICE)
+    assert chunks.chunks_of(keys(1, 100), cu).table.tolist() == [[0, 64], [64, 6], [70, 30]]
+    chunks.chunks_of(keys(1, 100), cu)
     assert len(reads) == 1
     with pytest.raises(ValueError, match="must end at the number of tokens, 99"):
-        chunks.chunks_of(1, 99, cu, DEVICE)
+        chunks.chunks_of(keys(1, 99), cu)
     cu[1] = 30
-    assert chunks.chunks_of(1, 100, cu, DEVICE).table.tolist() == [[0, 30], [30, 64], [94, 6]]
+    assert chunks.chunks_of(keys(1, 100), cu).table.tolist() == [[0, 30], [30, 64], [94, 6]]
     with torch.inference_mode():
         frozen = torch.tensor([0, 100], device=DEVICE)
-        assert chunks.chunks_of(1, 100, frozen, DEVICE).sequences.tolist() == [0, 2]
+        assert chunks.chunks_of(keys(1, 100), frozen).sequences.tolist() == [0, 2]
 
 
 def test_no_packing_has_more_chunks_than_the_bound():
     for lengths in ([1] * 130, [65, 63, 0, 1, 200], [0, 0], [64]):
-        cu = torch.tensor([0, *lengths]).cumsum(0)
-        made = chunks.chunks_of(1, int(cu[-1]), cu, torch.device("cpu"))
-        assert made.count <= chunks.upper_bound(1, int(cu[-1]), len(lengths))
-    assert chunks.chunks_of(3, 65, None, torch.device("cpu")).count == 6
+        for k in (keys(1, sum(lengths)), keys(1, sum(lengths), 256)):
+            made = chunks.chunks_of(k, torch.tensor([0, *lengths], device=DEVICE).cumsum(0))
+            assert made.count <= chunks.upper_bound(k, len(lengths))
+    assert chunks.chunks_of(keys(3, 65), None).count == 6
+
+
+def test_chunks_are_halved_where_keys_are_long():
+    assert chunks.chunks_of(keys(1, 65, 128), None).size == 64
+    assert chunks.chunks_of(keys(1, 65, 256, torch.bfloat16), None).size == 64
+    assert chunks.chunks_of(keys(1, 65, 129), None).sizes() == {"C": 32, "LEVELS": 5}
 
 
 def test_a_gradient_of_one_output_alone_is_enough(monkeypatch):

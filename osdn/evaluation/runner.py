@@ -54,10 +54,6 @@ class Settings:
             raise ValueError(
                 f"the window is {self.window} tokens; {ROOM} of them are kept free: ask for more"
             )
-        if self.data_dir is not None and not self.data_dir.is_dir():
-            raise FileNotFoundError(
-                f"{self.data_dir} is not a directory; it should hold the mirror of the data"
-            )
 
     def of_task(self, task: Task) -> dict[str, Any]:
         """The settings that a task's numbers depend on."""
@@ -80,7 +76,6 @@ class Observer(Protocol):
 
 @dataclass
 class Outcome:
-    model: str
     files: dict[str, Path] = field(default_factory=dict)  # by suite
     missing: dict[str, str] = field(default_factory=dict)  # why, by task
 
@@ -92,6 +87,8 @@ class Evaluation:
         settings.check()
         self.settings = settings
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(settings.checkpoint)
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer of {settings.checkpoint} has no end-of-text token (eos_token)")
         self.model: PreTrainedModel = load_model(settings.checkpoint, settings.device)
         self.name = model_name(self.model, settings.checkpoint)
         self.folder = output or Path("runs/eval") / self.name
@@ -105,25 +102,26 @@ class Evaluation:
     def run(self, suites: list[str], observer: Observer) -> Outcome:
         """Every task of the suites; what cannot be had is noted and left out."""
         self._refuse_other_settings(suites)
-        outcome = Outcome(self.name)
+        outcome = Outcome()
         for suite in select(suites):
-            entries: dict[str, Any] = {}
             missing: dict[str, str] = {}
             for task in SUITES[suite]:
                 observer.begin(suite, task.name)
                 try:
-                    with bars(False):
-                        entries[task.name] = self._entry(task, observer.report)
+                    if task.name not in self.done:
+                        with bars(False):
+                            self.done[task.name] = self._entry(task, observer.report)
                 except MissingDataError as error:
                     missing[task.name] = f"{task.documents}: {error}"
                 observer.end()
-                if entries:
-                    outcome.files[suite] = self._save(suite, entries, missing)
+                if any(task.name in self.done for task in SUITES[suite]):
+                    outcome.files[suite] = self._save(suite, missing)
             outcome.missing |= missing
         return outcome
 
     def _wanted(self, task: Task) -> dict[str, Any]:
-        return self.settings.of_task(task) | {"weights": self.weights}
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return self.settings.of_task(task) | {"weights": self.weights, "dtype": dtype}
 
     def _refuse_other_settings(self, suites: list[str]) -> None:
         """Results that took hours are not replaced because an option differs."""
@@ -138,13 +136,11 @@ class Evaluation:
                 raise ValueError(f"{self.folder} holds {held}; {OTHERWISE}")
 
     def _entry(self, task: Task, report: Report) -> dict[str, Any]:
-        """What the result file says of a task: measured now, or before."""
-        if task.name in self.done:
-            return self.done[task.name]
+        """Measures a task: what the result file says of it."""
         start = time.perf_counter()
         measured = self._measure(task, report)
         scores = measured.pop("scores")
-        self.done[task.name] = {
+        return {
             "settings": self._wanted(task),
             "results": {column: score.value for column, score in scores.items()},
             "errors": {column: score.error for column, score in scores.items() if score.error is not None},
@@ -152,7 +148,6 @@ class Evaluation:
             "seconds": round(time.perf_counter() - start, 1),
             **measured,
         }
-        return self.done[task.name]
 
     def _measure(self, task: Task, report: Report) -> dict[str, Any]:
         settings = self.settings
@@ -175,7 +170,9 @@ class Evaluation:
         loaded = harness.load_task(task.name, self.tokenizer, settings.window, settings.data_dir)
         return harness.run_task(self.lm, task, loaded, settings.limit, report)
 
-    def _save(self, suite: str, entries: dict[str, Any], missing: dict[str, str]) -> Path:
+    def _save(self, suite: str, missing: dict[str, str]) -> Path:
+        """Writes what is done of a suite, in this run or before."""
+        entries = {task.name: self.done[task.name] for task in SUITES[suite] if task.name in self.done}
         scores = {
             column: Score(value, part["errors"].get(column))
             for part in entries.values()
@@ -192,7 +189,7 @@ class Evaluation:
             "command": shlex.join(sys.argv),
             "seed": harness.SEED,
             "device": self.settings.device,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "max_length": self.lm.max_length,
             "complete": len(entries) == len(SUITES[suite]),
             "results": {column: score.value for column, score in everything.items()},
             "errors": {c: score.error for c, score in everything.items() if score.error is not None},

@@ -74,6 +74,12 @@ def test_streaming_gives_what_one_long_forward_gives(models, name, segment):
     assert (streamed - whole).abs().max() < 1e-4
 
 
+def test_streaming_a_whole_block_gives_what_one_forward_gives(models):
+    ids = tokens(1, 20_480)
+    streamed = torch.cat(list(stream(models["osgdn-apf"], ids)), 1)[0]
+    assert (streamed - plain_losses(models["osgdn-apf"], ids[0])).abs().max() < 1e-4
+
+
 def test_perplexity_by_position_is_that_of_the_labels_there(models):
     """Blocks of 3,000 tokens have buckets of 300, which no segment ends with."""
     texts = [prose(1, 6100), prose(2, 2999), prose(3, 3000)]

@@ -14,6 +14,7 @@ from osdn.evaluation.columns import BY_SUITE, MEANS
 from osdn.evaluation.paper import BUCKETS
 from osdn.evaluation.suites import SUITES
 from osdn.models.checkpoints import load_model, load_tokenizer
+from tests.analysis.models import byte_tokenizer
 from tests.evaluation.mirror import save_osdn
 
 
@@ -120,6 +121,28 @@ def test_a_run_that_was_interrupted_continues(osdn, mirror, tmp_path, monkeypatc
     assert ran.count("lambada_openai") == 1  # one run serves two suites
     assert run(*arguments, "--overwrite").exit_code == 0
     assert ran.count("piqa") == 2
+
+
+def test_what_is_done_stays_on_disk_while_an_earlier_task_runs(osdn, mirror, tmp_path, monkeypatch):
+    part = tmp_path / "part"
+    for name in ("EleutherAI", "mandarjoshi"):
+        shutil.copytree(mirror / name, part / name)
+    arguments = (osdn, "--suite", "retrieval", "--data-dir", part, "--output", tmp_path / "out")
+    assert run(*arguments).exit_code == 0
+    shutil.copytree(mirror / "google-research-datasets", part / "google-research-datasets")
+
+    def killed(*_):
+        content = json.loads((tmp_path / "out/retrieval.json").read_text())
+        assert list(content["tasks"]) == ["drop", "triviaqa"]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness, "run_task", killed)
+        assert run(*arguments).exit_code == 130
+    assert run(*arguments).exit_code == 0
+    content = json.loads((tmp_path / "out/retrieval.json").read_text())
+    assert list(content["tasks"]) == ["drop", "nq_open", "triviaqa"]
+    assert content["missing"] == {}
 
 
 def test_results_are_not_replaced_by_others(osdn, mirror, tmp_path):
@@ -238,6 +261,10 @@ def test_a_checkpoint_without_a_tokenizer_and_one_without_lm_eval(osdn, tmp_path
     done = run(bare, "--suite", "pg19", "--output", tmp_path / "out")
     assert done.exit_code == 1
     assert "has no tokenizer" in said(done)
+    byte_tokenizer().save_pretrained(bare)
+    done = run(bare, "--suite", "pg19", "--output", tmp_path / "out")
+    assert done.exit_code == 1
+    assert "has no end-of-text token" in said(done)
     monkeypatch.setattr("osdn.evaluation.commands.find_spec", lambda name: None)
     done = run(osdn, "--suite", "ppl")
     assert done.exit_code == 1

@@ -83,6 +83,11 @@ def file_prompts(path: Path, tokenizer: Any, length: int) -> Iterator[Prompt]:
             yield encode(row.get("task", path.stem), row["text"], tokenizer, length)
 
 
+def task_prompts(name: str, tokenizer: Any, length: int, data_dir: Path | None) -> Iterator[Prompt]:
+    for text in task_texts(name, tokenizer, data_dir):
+        yield encode(name, text, tokenizer, length)
+
+
 def task_texts(name: str, tokenizer: Any, data_dir: Path | None = None) -> Iterator[str]:
     """The prompts of a task of `osdn eval`, `fda_twice` say, or of any of lm_eval."""
     if find_spec("lm_eval") is None:
@@ -116,9 +121,7 @@ def select(
     sources = [
         topics_twice(tokenizer, count, length)
         if task == TOPICS
-        else islice(
-            (encode(task, text, tokenizer, length) for text in task_texts(task, tokenizer, data_dir)), count
-        )
+        else islice(task_prompts(task, tokenizer, length, data_dir), count)
         for task in tasks
     ]
     return count * len(tasks), chain.from_iterable(sources)

@@ -125,6 +125,9 @@ def test_prompts_of_an_evaluation_task_are_its_own(tmp_path):
     texts = list(task_texts("fda_twice", byte_tokenizer(), tmp_path))
     text = "Device: pump. Maker: Acme."
     assert texts == [f"Information about Maker. {text}\n{text} Maker:"]
+    count, prompts = select(byte_tokenizer(), None, ["fda_twice", "topics_twice"], 1, 200, tmp_path)
+    assert count == 2
+    assert [prompt.task for prompt in prompts] == ["fda_twice", "topics_twice"]
 
 
 @pytest.mark.slow  # lm_eval reads thousands of task files first

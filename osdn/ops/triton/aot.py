@@ -1,8 +1,8 @@
 """Compiles every kernel for GPUs that are not there and reads what they need off the binaries.
 
 `python -m osdn.ops.triton.aot` prints one line a kernel, variant and GPU, and fails if one spills, needs a
-stack or more shared memory than the GPU has.  Nothing is listed by hand: the operators are called with
-bfloat16 tensors and their launches recorded, with the block sizes each GPU would be given.
+stack or more shared memory than the GPU has.  Nothing is listed by hand: the operators are called on zeros
+and their launches recorded, with the block sizes each GPU would be given.
 """
 
 import argparse
@@ -39,7 +39,7 @@ GPUS = {
     "sm_100": GPU(GPUTarget("cuda", 100, 32), 227 * 1024),  # B200
     "gfx942": GPU(GPUTarget("hip", "gfx942", 64), 64 * 1024),  # MI300X
 }
-SHAPES = ((128, 128), (128, 256))  # K and V of the presets
+SHAPES = [(128, 128), (128, 256)]  # K and V of the presets
 DECAYS = ("none", "head", "channel")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32"}
 
@@ -144,12 +144,14 @@ def _amd(compiled: Any) -> Resources:
     return Resources(registers, field("vgpr_spill_count"), stack, compiled.metadata.shared)
 
 
-def report(gpus: list[str], decays: list[str], quick: bool) -> Iterator[Row]:
-    """With `quick`, K = V = 128 and what is launched alone, without what autotuning would try."""
+def report(
+    gpus: list[str], shapes: list[tuple[int, int]], decays: list[str], dtype: torch.dtype, quick: bool
+) -> Iterator[Row]:
+    """With `quick`, the first shape and what is launched alone, without what autotuning would try."""
     for gpu in gpus:
         seen = set()  # a kernel that knows nothing of V or of decay comes up again
-        for (K, V), decay in product(SHAPES[:1] if quick else SHAPES, decays):
-            for x in launches(gpu, K, V, decay):
+        for (K, V), decay in product(shapes[:1] if quick else shapes, decays):
+            for x in launches(gpu, K, V, decay, dtype):
                 name = (x.kernel.__name__, _variant(x))
                 if name not in seen:
                     seen.add(name)
@@ -161,13 +163,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m osdn.ops.triton.aot", description=__doc__.split("\n")[0])
     parser.add_argument("--gpu", choices=list(GPUS), nargs="+", default=list(GPUS))
     parser.add_argument("--decay", choices=DECAYS, nargs="+", default=list(DECAYS))
-    parser.add_argument("--quick", action="store_true", help="K = V = 128, and no rows for autotuning")
+    parser.add_argument("--shape", type=int, nargs=2, metavar=("K", "V"), help="instead of the presets' two")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--quick", action="store_true", help="the first shape, and no rows for autotuning")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("unset TRITON_INTERPRET: the interpreter compiles nothing")
     print(f"{'GPU':7} {'kernel':25} {'variant':34} {'blocks':32} registers spilled stack shared")
     rows = []
-    for row in report(arguments.gpu, arguments.decay, arguments.quick):
+    shapes = [tuple(arguments.shape)] if arguments.shape else SHAPES
+    dtype = getattr(torch, arguments.dtype)
+    for row in report(arguments.gpu, shapes, arguments.decay, dtype, arguments.quick):
         blocks = " ".join(f"{name.removeprefix('num_')}={value}" for name, value in row.options.items())
         r = row.resources
         line = f"{row.gpu:7} {row.kernel:25} {row.variant:34} {blocks:32} "

@@ -13,10 +13,6 @@ pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a CUDA or ROCm device; `pytest -m gpu` runs these alone")
-
-
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not GPU:

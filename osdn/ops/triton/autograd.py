@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from osdn.ops import checks
 from osdn.ops.checks import Scaling
 from osdn.ops.triton import decode, phase1, phase1_backward, phase2, phase2_backward
 from osdn.ops.triton.chunks import chunks_of
@@ -124,7 +125,8 @@ def _per_key_head(grad: Tensor, k: Tensor) -> Tensor:
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Any]:
-    return [None if x is None else x.contiguous() for x in tensors]
+    """As they are in memory: a view that is negated only when read is negated here."""
+    return [None if x is None else x.resolve_neg().contiguous() for x in tensors]
 
 
 def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
@@ -197,12 +199,19 @@ def _precondition_backward(
 
 def _as_given(arguments: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor]:
     """Gradients in their arguments' dtypes; none of two may share memory."""
-    return [torch.empty(0) if x is None or g is None else g.to(x.dtype) for x, g in zip(arguments, grads)]
+    return [
+        _nothing(arguments) if x is None or g is None else g.to(x.dtype) for x, g in zip(arguments, grads)
+    ]
 
 
 def _like(*arguments: Tensor | None) -> list[Tensor]:
     """What `_as_given` returns, but for its values."""
-    return [torch.empty(0) if x is None else x.new_empty(x.shape) for x in arguments]
+    return [_nothing(arguments) if x is None else x.new_empty(x.shape) for x in arguments]
+
+
+def _nothing(arguments: Sequence[Tensor | None]) -> Tensor:
+    """On their device: a result on the CPU would keep a compiled graph from being replayed on the GPU."""
+    return next(x.new_empty(0) for x in arguments if x is not None)
 
 
 @_precondition_backward.register_fake
@@ -374,13 +383,7 @@ def decode_(
     state: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    _check_dtype(k)
-    shape = (k.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    if state.shape != shape or state.dtype != torch.float32 or not state.is_contiguous():
-        raise ValueError(
-            f"state is {list(state.shape)} in {state.dtype} with strides {state.stride()}; "
-            f"to be updated in place it must be [B, HV, K, V] = {list(shape)}, float32 and contiguous"
-        )
+    _check_decoding(q, k, v, beta, retention, initial_scale, log_decay, state)
     numbers = None if settings is None else _numbers(retention, settings)
     aware = settings is not None and settings.beta_aware
     tensors = (q, k, v, beta, log_decay, state, _retention(retention), initial_scale)
@@ -389,6 +392,36 @@ def decode_(
     operator = _decode if torch.compiler.is_compiling() else _step
     o, final_scale = operator(*tensors, scale, numbers, aware)
     return o, final_scale
+
+
+def _check_decoding(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    retention: float | Tensor,
+    initial_scale: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor,
+) -> None:
+    B, T, H, K = checks.keys(k)
+    _check_dtype(k)
+    HV = checks.value_heads("v", v, 4, "[B, T, HV, V]", H)
+    checks.tensor("q", q, (B, T, H, K), "[B, T, H, K]", k.device)
+    checks.tensor("v", v, (B, T, HV, v.shape[3]), "[B, T, HV, V]", k.device)
+    checks.tensor("beta", beta, (B, T, HV), "[B, T, HV]", k.device)
+    if initial_scale is not None:
+        checks.tensor("initial_scale", initial_scale, (B, HV, K), "[B, HV, K]", k.device)
+    for name, x in (("retention", retention), ("log_decay", log_decay)):
+        if isinstance(x, Tensor):
+            shape = (B, T, HV) if x.ndim == 3 else (B, T, HV, K)
+            checks.tensor(name, x, shape, "[B, T, HV] or [B, T, HV, K]", k.device)
+    checks.tensor("state", state, (B, HV, K, v.shape[3]), "[B, HV, K, V]", k.device)
+    if state.dtype != torch.float32 or not state.is_contiguous():
+        raise ValueError(
+            f"state is in {state.dtype} with strides {state.stride()}; "
+            "to be updated in place it must be float32 and contiguous"
+        )
 
 
 def _step(

@@ -21,6 +21,20 @@ STRONGEST = tl.constexpr(-200.0)
 
 
 @triton.jit
+def columns_of_sequence(D: tl.constexpr, BD: tl.constexpr):
+    """This program's first column, sequence and head; the launch is `launch.over_columns`."""
+    in_all: tl.constexpr = (D + BD - 1) // BD
+    program = tl.program_id(0)
+    return program % in_all * BD, program // in_all, tl.program_id(1)
+
+
+@triton.jit
+def row_at(index, D: tl.constexpr, columns):
+    """Where x[index, columns] of x [..., D] lies; 64 bits, since a GPU holds more than 2**31 numbers."""
+    return index.to(tl.int64) * D + columns
+
+
+@triton.jit
 def chunk_at(chunks, chunk):
     """The first token of a chunk and how many tokens it has."""
     return tl.load(chunks + 2 * chunk).to(tl.int64), tl.load(chunks + 2 * chunk + 1)

@@ -73,6 +73,7 @@ def _tables(cuts: tuple[int, ...], size: int, device: torch.device) -> Chunks:
     longest = max((b - a for a, b in pairwise(cuts)), default=0)
 
     def put(values: list[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+        # The copy is waited for: the tables are kept, and another stream may be the next to read them.
+        return torch.tensor(values, dtype=torch.int32).to(device)
 
     return Chunks(put(rows).reshape(-1, 2), put(sequences), put(list(cuts)), longest, size)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from osdn.ops.checks import Scaling
-from osdn.ops.triton import launch, phase1, phase2
+from osdn.ops.triton import blocks, launch, phase1, phase2
 from osdn.ops.triton.blocks import CHANNEL_DECAY, HEAD_DECAY
 from osdn.ops.triton.phase1 import (
     CHANNEL_RETENTION,
@@ -59,8 +59,7 @@ def recurrent_kernel(
     BOUNDED: tl.constexpr,
 ):
     """One sequence, head and block of value columns; `final_state` may be `initial_state`."""
-    block, sequence, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first = block * BV
+    first, sequence, head = blocks.columns_of_sequence(V, BV)
     rows, columns = tl.arange(0, KP), first + tl.arange(0, BV)
     S = tl.zeros((KP, BV), tl.float32)
     if initial_state is not None:
@@ -91,9 +90,9 @@ def recurrent_kernel(
         b_o = scale * tl.sum(S * b_q[:, None], 0)
         tl.store(o + (token * HV + head) * V + columns, b_o.to(o.dtype.element_ty), mask=columns < V)
     store_state(final_state, S, sequence * HV + head, first, K, V, KP, BV)
-    if ONLINE:  # noqa: SIM102  (a constant of the compilation, `block` is none)
-        if block == 0:
-            tl.store(final_scale + (sequence * HV + head) * K + rows, d, mask=rows < K)
+    if ONLINE:  # noqa: SIM102  (a constant of the compilation, `first` is none)
+        if first == 0:
+            tl.store(final_scale + blocks.row_at(sequence * HV + head, K, rows), d, mask=rows < K)
 
 
 def forward(
@@ -113,7 +112,7 @@ def forward(
     p = scaling or off
     launch.run(
         recurrent_kernel,
-        lambda c: (triton.cdiv(V, c["BV"]), N, HV),
+        launch.over_columns(V, N, HV),
         x.k,
         {**p.sizes(), **x.sizes(), "ONLINE": scaling is not None},
         q=x.q,

@@ -47,7 +47,10 @@ TABLE: dict[str, dict[str, list[Options]]] = {
         "gfx9": [_row(8, BK=32)],
     },
     "solve_kernel": {"": [_row(8, BK=64, BV=64), _row(4, BK=32, BV=64)]},
-    "scan_kernel": {"": [_row(4, 2, BV=32), _row(4, 2, BV=16), _row(8, 2, BV=64)]},
+    "scan_kernel": {
+        "": [_row(4, 2, BV=32), _row(4, 2, BV=16), _row(8, 2, BV=64)],
+        "gfx9": [_row(4, 2, BV=32), _row(4, 2, BV=16)],
+    },
     "read_kernel": {"": [_row(4, 2, BK=64, BV=64), _row(8, 2, BK=64, BV=128)]},
     "scan_back_kernel": {
         "": [_row(8, 2, BV=32), _row(8, 2, BV=16)],
@@ -60,7 +63,7 @@ TABLE: dict[str, dict[str, list[Options]]] = {
         "sm_10": [_row(8, BK=64, BV=64)],
     },
     "keys_back_kernel of channels": {"": [_row(8, BK=16, BV=64)], "gfx9": [_row(4, BK=32, BV=64)]},
-    "recurrent_kernel": {"": [_row(4, BV=32), _row(4, BV=16)]},
+    "recurrent_kernel": {"": [_row(4, BV=16), _row(8, BV=16)]},
 }
 
 # Arguments that are integers at run time; all others are constants of the compilation.
@@ -120,6 +123,14 @@ def run(
             kernel[grid(options[0])](**arguments, **options[0], **COMPILER)
 
 
+def over_columns(V: int, N: int, HV: int) -> Callable[[Options], tuple[int, ...]]:
+    """One program a sequence, head and block of value columns; the columns of a sequence share its keys.
+
+    A grid's first axis may have 2**31 - 1 programs, the others 65,535, which a batch or packing can exceed.
+    """
+    return lambda o: (triton.cdiv(V, o["BV"]) * N, HV)
+
+
 @cache
 def architecture(device: torch.device) -> str:
     """`sm_90`, `gfx942` and so on; `interpreter` on a CPU."""
@@ -176,5 +187,14 @@ def _autotuned(kernel: Any, rows: tuple[tuple[tuple[str, int], ...], ...]) -> An
         blocks = {x: row[x] for x in row if not x.startswith("num_")}
         return triton.Config(blocks, num_warps=row["num_warps"], num_stages=row["num_stages"])
 
-    key = [x for x in ("H", "HV", "K", "V", "DECAY") if x in kernel.arg_names]
-    return triton.autotune([config(dict(row)) for row in rows], key=key, cache_results=True)(kernel)
+    def named(*names: str) -> list[str]:
+        return [x for x in names if x in kernel.arg_names]
+
+    return triton.autotune(
+        [config(dict(row)) for row in rows],
+        key=named("H", "HV", "K", "V", "DECAY"),
+        # Timing runs a kernel many times: decoding writes its state over the one it read, and larger blocks
+        # leave alone what smaller ones wrote of a decay's gradient.
+        restore_value=named("final_state", "grad_g"),
+        cache_results=True,
+    )(kernel)

@@ -30,7 +30,7 @@ CHANNEL_RETENTION = tl.constexpr(2)  # one a token, head and channel; else one n
 # From this length on three launches cost less than tokens one after another; to be measured on a GPU.
 PARALLEL_FROM = 256
 
-# Tokens whose keys are on their way while one is worked on.
+# While one token is worked on, the keys of the next three are on their way.
 STAGES = tl.constexpr(4)
 
 
@@ -120,7 +120,9 @@ def load_scale(initial_scale, index, K: tl.constexpr, KP: tl.constexpr):
     d = tl.full((KP,), 1.0, tl.float32)
     if initial_scale is not None:
         columns = tl.arange(0, KP)
-        d = tl.load(initial_scale + index * K + columns, mask=columns < K, other=1.0).to(tl.float32)
+        d = tl.load(initial_scale + blocks.row_at(index, K, columns), mask=columns < K, other=1.0).to(
+            tl.float32
+        )
     return d
 
 
@@ -155,12 +157,12 @@ def precondition_kernel(
     d = load_scale(initial_scale, sequence * HV + head, K, KP)
     for chunk in range(tl.load(sequences + sequence), tl.load(sequences + sequence + 1)):
         start, size = blocks.chunk_at(chunks, chunk)
-        tl.store(checkpoints + (chunk * HV + head) * K + columns, d, mask=columns < K)
+        tl.store(checkpoints + blocks.row_at(chunk * HV + head, K, columns), d, mask=columns < K)
         d = advance(
             d, k, beta, retention, w, start, size, head, constant, eta, eps, low, high,
             H, HV, K, KP, RETENTION, BETA_AWARE, BOUNDED, C,
         )  # fmt: skip
-    tl.store(final_scale + (sequence * HV + head) * K + columns, d, mask=columns < K)
+    tl.store(final_scale + blocks.row_at(sequence * HV + head, K, columns), d, mask=columns < K)
 
 
 @triton.jit
@@ -237,7 +239,7 @@ def scale_scan_kernel(
     d = load_scale(initial_scale, sequence * HV + head, K, KP)
     for chunk in range(tl.load(sequences + sequence), tl.load(sequences + sequence + 1)):
         start, size = blocks.chunk_at(chunks, chunk)
-        tl.store(checkpoints + (chunk * HV + head) * K + columns, d, mask=columns < K)
+        tl.store(checkpoints + blocks.row_at(chunk * HV + head, K, columns), d, mask=columns < K)
         b_k = blocks.load_rows(k, start, size, head // (HV // H), H, 0, K, C, KP).to(tl.float32)
         k2 = b_k * b_k
         right = blocks.load_scalars(y, start, size, head, HV, C) * tl.sum(k2 * d[None, :], 1)
@@ -258,7 +260,7 @@ def scale_scan_kernel(
                 d, k, beta, None, w, start, size, head, 1.0, eta, eps, low, high,
                 H, HV, K, KP, 0, BETA_AWARE, BOUNDED, C,
             )  # fmt: skip
-    tl.store(final_scale + (sequence * HV + head) * K + columns, d, mask=columns < K)
+    tl.store(final_scale + blocks.row_at(sequence * HV + head, K, columns), d, mask=columns < K)
 
 
 @triton.jit
@@ -271,7 +273,7 @@ def scales_within(d, k2, u):
 @triton.jit
 def load_checkpoint(checkpoints, index, first, K: tl.constexpr, BK: tl.constexpr):
     columns = first + tl.arange(0, BK)
-    return tl.load(checkpoints + index * K + columns, mask=columns < K, other=0.0)
+    return tl.load(checkpoints + blocks.row_at(index, K, columns), mask=columns < K, other=0.0)
 
 
 @triton.jit

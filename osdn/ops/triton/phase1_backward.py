@@ -100,7 +100,7 @@ def load_grad(grad_final_scale, index, K: tl.constexpr, KP: tl.constexpr):
     after = tl.zeros((KP,), tl.float32)
     if grad_final_scale is not None:
         columns = tl.arange(0, KP)
-        after = tl.load(grad_final_scale + index * K + columns, mask=columns < K, other=0.0)
+        after = tl.load(grad_final_scale + blocks.row_at(index, K, columns), mask=columns < K, other=0.0)
     return after
 
 
@@ -142,13 +142,15 @@ def precondition_back_kernel(
     for back in range(end - begin):
         chunk = end - 1 - back
         start, size = blocks.chunk_at(chunks, chunk)
-        d = tl.load(checkpoints + (chunk * HV + head) * K + columns, mask=columns < K, other=1.0)
+        d = tl.load(checkpoints + blocks.row_at(chunk * HV + head, K, columns), mask=columns < K, other=1.0)
         after = retreat(
             after, d, k, beta, retention, grad_w, own, grad_k, grad_beta, grad_retention, start, size, head,
             constant, eta, eps, low, high, H, HV, K, KP, RETENTION, BETA_AWARE, BOUNDED, C,
         )  # fmt: skip
     if grad_initial_scale is not None:
-        tl.store(grad_initial_scale + (sequence * HV + head) * K + columns, after, mask=columns < K)
+        tl.store(
+            grad_initial_scale + blocks.row_at(sequence * HV + head, K, columns), after, mask=columns < K
+        )
 
 
 @triton.jit
@@ -172,7 +174,7 @@ def sums_back_kernel(
         b_k = blocks.load_rows(k, start, size, head // (HV // H), H, first, K, C, BK).to(tl.float32)
         z = blocks.load_rows(grad_w, start, size, head, HV, first, K, C, BK) * b_k
         columns = first + tl.arange(0, BK)
-        tl.store(sums + (chunk * HV + head) * K + columns, tl.sum(z, 0), mask=columns < K)
+        tl.store(sums + blocks.row_at(chunk * HV + head, K, columns), tl.sum(z, 0), mask=columns < K)
         reaching += tl.sum(b_k * b_k * (tl.cumsum(z, 0, reverse=True) - z), 1)
     blocks.store_scalars(later_sums, reaching, start, size, head, HV, C)
 
@@ -218,7 +220,7 @@ def scale_scan_back_kernel(
     for back in range(end - begin):
         chunk = end - 1 - back
         start, size = blocks.chunk_at(chunks, chunk)
-        place = (chunk * HV + head) * K + columns
+        place = blocks.row_at(chunk * HV + head, K, columns)
         tl.store(grad_checkpoints + place, after, mask=columns < K)
         if tl.load(bound + chunk * HV + head) == 0:
             b_k = blocks.load_rows(k, start, size, head // (HV // H), H, 0, K, C, KP).to(tl.float32)
@@ -235,7 +237,9 @@ def scale_scan_back_kernel(
                 1.0, eta, eps, low, high, H, HV, K, KP, 0, BETA_AWARE, BOUNDED, C,
             )  # fmt: skip
     if grad_initial_scale is not None:
-        tl.store(grad_initial_scale + (sequence * HV + head) * K + columns, after, mask=columns < K)
+        tl.store(
+            grad_initial_scale + blocks.row_at(sequence * HV + head, K, columns), after, mask=columns < K
+        )
 
 
 @triton.jit

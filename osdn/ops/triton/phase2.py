@@ -137,7 +137,7 @@ def solve_kernel(
             whole = tl.sum(
                 tl.where((tl.arange(0, C) == C - 1)[:, None], inner, 0.0) + tl.zeros((C, BK), tl.float32), 0
             )
-            tl.store(chunk_decay + (chunk * HV + head).to(tl.int64) * K + columns, whole, mask=columns < K)
+            tl.store(chunk_decay + blocks.row_at(chunk * HV + head, K, columns), whole, mask=columns < K)
         blocks.store_rows(
             solved_keys, blocks.dot(T, b_k, DOT, PRECISION), start, size, head, HV, first, K, C, BK
         )
@@ -190,8 +190,7 @@ def scan_kernel(
     PRECISION: tl.constexpr,
 ):
     """From chunk to chunk of one sequence, head and block of value columns: the state, and the errors."""
-    block, sequence, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first = block * BV
+    first, sequence, head = blocks.columns_of_sequence(V, BV)
     S = tl.zeros((KP, BV), tl.float32)
     if initial_state is not None:
         S += load_state(initial_state, sequence * HV + head, first, K, V, KP, BV).to(tl.float32)
@@ -205,7 +204,7 @@ def scan_kernel(
         e = b_v - blocks.dot(b_k, S, DOT, PRECISION)
         blocks.store_rows(errors, e, start, size, head, HV, first, V, C, BV)
         if chunk_decay is not None:
-            S *= tl.load(chunk_decay + (chunk * HV + head).to(tl.int64) * K + rows, mask=rows < K, other=0.0)[
+            S *= tl.load(chunk_decay + blocks.row_at(chunk * HV + head, K, rows), mask=rows < K, other=0.0)[
                 :, None
             ]
         u = e * blocks.load_scalars(beta, start, size, head, HV, C)[:, None]
@@ -316,7 +315,7 @@ def recurrence(x: Inputs, keep_gram: bool) -> Recurrence:
     )
     launch.run(
         scan_kernel,
-        lambda o: (triton.cdiv(V, o["BV"]), at.N, HV),
+        launch.over_columns(V, at.N, HV),
         k,
         made.sizes(x),
         decayed_write_keys=write_keys,

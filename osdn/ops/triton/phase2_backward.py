@@ -49,8 +49,7 @@ def scan_back_kernel(
     PRECISION: tl.constexpr,
 ):
     """From the last chunk to the first: the gradients of the state at each chunk's end and of its writes."""
-    block, sequence, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first = block * BV
+    first, sequence, head = blocks.columns_of_sequence(V, BV)
     dS = tl.zeros((KP, BV), tl.float32)
     if grad_final_state is not None:
         dS += load_state(grad_final_state, sequence * HV + head, first, K, V, KP, BV)
@@ -66,9 +65,9 @@ def scan_back_kernel(
         du = blocks.dot(tl.trans(M), b_o, DOT, PRECISION) + blocks.dot(b_w, dS, DOT, PRECISION)
         blocks.store_rows(grad_writes, du, start, size, head, HV, first, V, C, BV)
         if chunk_decay is not None:
-            dS *= tl.load(
-                chunk_decay + (chunk * HV + head).to(tl.int64) * K + rows, mask=rows < K, other=0.0
-            )[:, None]
+            dS *= tl.load(chunk_decay + blocks.row_at(chunk * HV + head, K, rows), mask=rows < K, other=0.0)[
+                :, None
+            ]
         b_q = blocks.load_rows(decayed_queries, start, size, head // (HV // HQ), HQ, 0, K, C, KP)
         dS += blocks.dot(tl.trans(b_q), b_o, DOT, PRECISION)
         de = du * blocks.load_scalars(beta, start, size, head, HV, C)[:, None]
@@ -209,7 +208,11 @@ def keys_back_kernel(
         until = rows[:, None] <= rows[None, :]
         dg = tl.sum(tl.where(until, before[None, :], 0.0) + tl.where(until, 0.0, beyond[None, :]), 1)
         dg += tl.sum(through, 0) * tl.exp(tl.sum(b_g, 0))
-        tl.store(grad_g + (block * tokens_in_all + start) * HV + head + rows * HV, dg, mask=rows < size)
+        tl.store(
+            grad_g + (block.to(tl.int64) * tokens_in_all + start) * HV + head + rows * HV,
+            dg,
+            mask=rows < size,
+        )
         D = blocks.head_decays(b_g, C)
         dM = dM * D
         dP = dP * D
@@ -279,7 +282,7 @@ def backward(
     grad_initial_state = None if initial_state is None else torch.empty_like(r.final_state)
     launch.run(
         scan_back_kernel,
-        lambda o: (triton.cdiv(V, o["BV"]), at.N, HV),
+        launch.over_columns(V, at.N, HV),
         k,
         r.sizes(x),
         **common,

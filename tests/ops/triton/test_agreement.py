@@ -18,7 +18,8 @@ CONFIGS = {
     "delta_net": Config((67, 67), H=1, group=2, K=29, V=40),
     "delta_net, packed": Config(**PACKED, H=1, K=70, V=17, scale=1.0, alike=3.0),
     "one token": Config((1,), K=1, V=1),
-    "wide": Config((65,), H=1, K=200, V=136, decay="head"),
+    "long keys, chunks of 32": Config((70,), H=1, K=130, V=40, decay="head"),
+    "long keys, channel decay": Config((70,), H=1, K=130, V=17, decay="channel", strength="mixed"),
     **{
         f"{decay} decay, {strength}": Config(
             **ROW, decay=decay, strength=strength, initial_state=True, alike=0.5
@@ -70,6 +71,11 @@ def test_phase_1_by_chunks_is_that_of_the_reference(monkeypatch, bounds, beta_aw
     monkeypatch.setattr(phase1, "PARALLEL_FROM", 1)
     config = Config((150, 0, 66), packed=True, H=1, K=29, bounds=bounds, beta_aware=beta_aware)
     agrees(precondition_keys, replace(config, eta=0.3, initial_scale="each"))
+
+
+def test_phase_1_by_chunks_of_32_is_that_of_the_reference(monkeypatch):
+    monkeypatch.setattr(phase1, "PARALLEL_FROM", 1)
+    agrees(precondition_keys, Config((70, 33), packed=True, H=1, K=130, eta=0.3, initial_scale="each"))
 
 
 def test_chunks_in_which_the_box_binds_are_redone_and_no_others(monkeypatch):
@@ -145,7 +151,7 @@ def test_float16_is_as_good_as_its_digits(decay):
 @pytest.mark.parametrize("alike", [0.0, 3.0])
 def test_the_rounding_of_tensor_cores_is_within_the_contract(tensor_cores, monkeypatch, dtype, decay, alike):
     monkeypatch.setattr(phase1, "PARALLEL_FROM", 1)
-    config = Config((130,), H=1, K=64, V=20, decay=decay, strength="mixed", initial_state=True, alike=alike)
+    config = Config((80,), H=1, K=64, V=20, decay=decay, strength="mixed", initial_state=True, alike=alike)
     problem = rounded(config, dtype)
     got = kernels(online_scaled_delta_rule, problem, dtype)
     bounds = SINGLE if dtype == torch.float32 else HALF[dtype]
@@ -178,16 +184,46 @@ def test_strong_decay_loses_no_digits_over_hundreds_of_tokens(decay, strength):
     agrees(online_scaled_delta_rule, config)
 
 
+# Each is some fifteen kernels to compile, so not every dtype comes at every size.
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (128, 256), (256, 256), (100, 72)])
+@pytest.mark.parametrize(
+    ("dtype", "K", "V"),
+    [
+        (torch.bfloat16, 128, 128),
+        (torch.bfloat16, 128, 256),
+        (torch.bfloat16, 100, 72),
+        (torch.float16, 64, 64),
+        (torch.float32, 128, 128),
+        (torch.float32, 256, 256),
+    ],
+    ids=str,
+)
 def test_on_a_gpu_at_the_sizes_of_models(dtype, decay, K, V):
     config = Config((700, 0, 1, 300), packed=True, group=2, K=K, V=V, decay=decay, initial_state=True)
     problem = rounded(config, dtype)
     bounds = SINGLE if dtype == torch.float32 else HALF[dtype]
     got = kernels(online_scaled_delta_rule, problem, dtype)
     assert_close(got, truth(online_scaled_delta_rule, problem), **bounds)
+
+
+@pytest.mark.parametrize("T", [200, pytest.param(2**23, marks=pytest.mark.gpu)])
+def test_what_lies_far_into_a_tensor_is_found(T):
+    """2**23 tokens of 2 heads and 130 channels are more numbers than 31 bits count."""
+    size = 2 * T * 2 * 130
+    if T > 200 and torch.cuda.mem_get_info()[0] < 8 * size:
+        pytest.skip("takes a GPU with more free memory")
+    tensors, options = make(Config((100,), H=1, group=2, K=16, V=130, decay="head")).arguments(delta_rule)
+    tail = {name: x.to(DEVICE, torch.float16) for name, x in tensors.items()}
+    whole = {name: x.new_zeros(1, T, *x.shape[2:]) for name, x in tail.items()}
+    for name, x in tail.items():
+        whole[name][:, -100:] = x
+    cuts = torch.tensor([0, T - 100, T])
+    with torch.no_grad():
+        o, state = delta_rule(**whole, **options, cu_seqlens=cuts, backend="triton")
+        want, last = delta_rule(**tail, **options, backend="triton")
+    assert torch.equal(o[:, -100:], want)
+    assert torch.equal(state[1], last[0])
 
 
 def test_short_sequences_take_the_recurrent_kernel(monkeypatch):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from triton.runtime.autotuner import Autotuner
 
 from osdn.ops import online_scaled_delta_rule
 from osdn.ops import triton as backend
@@ -69,7 +70,49 @@ def test_a_state_that_cannot_be_updated_in_place_is_refused():
     x = torch.zeros(1, 1, 1, 4, device=DEVICE)
     state = torch.zeros(1, 1, 4, 4, device=DEVICE)
     for bad in (state.half(), state.mT, state[..., :3]):
-        with pytest.raises(ValueError, match=r"state is .* must be"):
+        with pytest.raises(ValueError, match=r"state .* must be"):
             backend.decode_(x, x, x, x[..., 0], 1.0, None, None, None, bad, 1.0)
     with pytest.raises(ValueError, match="no gradient"):
         backend.decode_(x.requires_grad_(), x, x, x[..., 0].detach(), 1.0, None, None, None, state, 1.0)
+
+
+@pytest.mark.parametrize("name", ["q", "v", "beta", "retention", "initial_scale", "log_decay"])
+def test_a_tensor_that_does_not_fit_is_refused(name):
+    """Nothing is read beyond its end: kernels trust shapes."""
+    right = {
+        "q": torch.zeros(1, 1, 1, 4, device=DEVICE),
+        "k": torch.zeros(1, 1, 1, 4, device=DEVICE),
+        "v": torch.zeros(1, 1, 2, 4, device=DEVICE),
+        "beta": torch.zeros(1, 1, 2, device=DEVICE),
+        "retention": torch.zeros(1, 1, 2, device=DEVICE),
+        "initial_scale": torch.zeros(1, 2, 4, device=DEVICE),
+        "settings": Scaling(0.003, None, True, 1e-6),
+        "log_decay": torch.zeros(1, 1, 2, 4, device=DEVICE),
+        "state": torch.zeros(1, 2, 4, 4, device=DEVICE),
+        "scale": 1.0,
+    }
+    backend.decode_(**right)
+    with pytest.raises(ValueError, match=f"{name} has"):
+        backend.decode_(**right | {name: right[name][:, :0]})
+
+
+def test_autotuning_advances_a_state_once(monkeypatch):
+    """It runs a kernel again and again to time it, also one that writes its state over the one it read."""
+    monkeypatch.setenv("OSDN_TRITON_AUTOTUNE", "1")
+    runs = []
+
+    def time_it(self, call, quantiles):
+        for _ in range(3):
+            call()
+        runs.append(call)
+        return [1.0, 1.0, 1.0]
+
+    if not torch.cuda.is_available():  # nor anything to time it with
+        monkeypatch.setattr(Autotuner, "do_bench", time_it)
+    x = torch.full((1, 1, 1, 4), 0.5, device=DEVICE)
+    state = torch.ones(1, 1, 4, 70, device=DEVICE)
+    v = torch.ones(1, 1, 1, 70, device=DEVICE)
+    backend.decode_(x, x, v, x[..., 0], 1.0, None, None, None, state, 1.0)
+    # The error is 1 - 4/2, half of it is written with a key of 1/2.
+    assert torch.allclose(state, torch.full_like(state, 1 - 0.25))
+    assert len(runs) == 2 or torch.cuda.is_available()

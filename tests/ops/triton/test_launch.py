@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from osdn.ops import online_scaled_delta_rule
-from osdn.ops.triton import launch, phase1, roofline
+from osdn.ops.checks import Scaling
+from osdn.ops.triton import decode, launch, phase1, phase1_backward, phase2, phase2_backward, roofline
+from osdn.ops.triton.chunks import Chunks
 from tests.ops.problems import Config, make
 from tests.ops.triton.device import kernels
 
@@ -37,6 +39,32 @@ def test_autotuning_tries_the_rows_of_the_table():
     assert tried == rows
     assert len(tried) > 1
     assert {"K", "V", "HV"} <= set(tuner.keys)
+
+
+def test_grids_stay_within_what_gpus_launch(monkeypatch):
+    """A batch of 70,000 sequences: only a grid's first axis may be longer than 65,535."""
+    grids = {}
+
+    def run(kernel, grid, like, sizes, **arguments):
+        grids[kernel.__name__] = grid({"BK": 16, "BV": 16})
+
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(phase1, "PARALLEL_FROM", 1)
+    q = torch.empty(70_000, 1, 1, 40, device="meta")
+    at = Chunks(*(q.new_empty(n, dtype=torch.int32) for n in (70_000, 70_001, 70_001)), longest=1, size=64)
+    beta = q[..., 0]
+    settings = Scaling(0.003, (0.5, 2.0), True, 1e-6)
+    for g in (None, q):
+        inputs = phase2.Inputs(q, q, q, beta, q, g, None, at)
+        phase2.forward(inputs, 1.0)
+        phase2_backward.backward(inputs, 1.0, q, None, plain=False)
+    for retention in (1.0, beta):
+        scaling = phase1.Inputs(q, beta, retention, None, settings, at)
+        phase1_backward.backward(scaling, phase1.forward(scaling)[2], q, None)
+    decode.forward(inputs, None, 1.0)
+    assert grids.keys() == {name.split(" of ")[0] for name in launch.TABLE}
+    assert all(max(grid[1:]) <= 65_535 for grid in grids.values())
+    assert grids["scan_kernel"][0] == grids["recurrent_kernel"][0] == 3 * 70_000
 
 
 @pytest.mark.parametrize(("decay", "code"), [("none", 0), ("head", 1), ("channel", 2)])

@@ -68,6 +68,14 @@ def test_strided_inputs_are_read_where_they_lie(decay):
         assert torch.equal(a, b)
 
 
+def test_negated_views_are_read_right():
+    x, options = arguments(delta_rule, Config((20,), H=1, K=6, V=5))
+    lazy = x | {"v": torch._neg_view(x["v"])}
+    with torch.no_grad():
+        got, want = (delta_rule(**t, **options)[0] for t in (lazy, x | {"v": -x["v"]}))
+    assert torch.equal(got, want)
+
+
 def _with_gradients(operator, x, options):
     outputs = operator(**x, **options)
     loss = weighted_sum(y.cpu() for y in outputs)

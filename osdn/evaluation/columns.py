@@ -37,6 +37,9 @@ MEANS = {
 }
 
 
+COMPARED = (*REPEATED, "wikitext_ppl", "lambada_ppl")  # what the printed differences to a baseline come from
+
+
 class Score(NamedTuple):
     value: float
     error: float | None = None  # its standard error, if that is known
@@ -73,12 +76,12 @@ def mean(scores: list[Score]) -> Score:
     """The average of independent scores."""
     return Score(
         sum(score.value for score in scores) / len(scores),
-        _root_of_squares(*(score.error for score in scores), scale=1 / len(scores)),
+        root_of_squares(*(score.error for score in scores), scale=1 / len(scores)),
     )
 
 
 def difference(ours: Score, theirs: Score) -> Score:
-    return Score(ours.value - theirs.value, _root_of_squares(ours.error, theirs.error))
+    return Score(ours.value - theirs.value, root_of_squares(ours.error, theirs.error))
 
 
 def geometric_mean(a: Score, b: Score) -> Score:
@@ -92,7 +95,8 @@ def _log(score: Score) -> Score:
     return Score(math.log(score.value), None if score.error is None else score.error / score.value)
 
 
-def _root_of_squares(*errors: float | None, scale: float = 1.0) -> float | None:
+def root_of_squares(*errors: float | None, scale: float = 1.0) -> float | None:
+    """The error of a sum of independent terms, times `scale`; unknown if a term's is."""
     known = [error for error in errors if error is not None]
     return scale * math.hypot(*known) if len(known) == len(errors) else None
 

@@ -7,12 +7,26 @@ baseline, and the best value of a block is bold.  What the paper printed for a m
 import csv
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from osdn.evaluation.columns import MAIN, TABLES, Column, Score, Table, baseline_of, changes, derive
+import numpy as np
+
+from osdn.evaluation.columns import (
+    MAIN,
+    REPEATED,
+    TABLES,
+    Column,
+    Score,
+    Table,
+    baseline_of,
+    changes,
+    derive,
+    root_of_squares,
+)
 from osdn.evaluation.figures import bars, pg19
 from osdn.evaluation.paper import BUCKETS, TITLES
 
@@ -26,6 +40,7 @@ class Model:
     block: str
     baseline: bool
     scores: dict[str, Score] = field(default_factory=dict)
+    documents: dict[str, np.ndarray] = field(default_factory=dict)  # of the columns that are compared
     label: str = ""
 
 
@@ -74,6 +89,8 @@ def read(paths: Iterable[Path]) -> list[Model]:
             model = _model(content)
             known = models.setdefault((model.name, model.checkpoint), model)
             known.scores |= _scores(content, path)
+            for task in content.get("tasks", {}).values():
+                known.documents |= {k: np.array(v, float) for k, v in task.get("by_document", {}).items()}
     found = list(models.values())
     names = [model.name for model in found]
     for model in found:
@@ -84,9 +101,34 @@ def read(paths: Iterable[Path]) -> list[Model]:
     for model in found:
         base = baseline(model, found)
         if base is not None:
-            model.scores = {**model.scores, **changes(model.scores, base.scores)}
+            model.scores = {**model.scores, **_paired(model, base, changes(model.scores, base.scores))}
     blocks = list(dict.fromkeys(model.block for model in found))
     return sorted(found, key=lambda model: (blocks.index(model.block), not model.baseline))
+
+
+def _paired(model: Model, base: Model, found: dict[str, Score]) -> dict[str, Score]:
+    """Differences with the errors of paired documents, where both models have answered the same ones.
+
+    Some documents are hard for every model, which a difference of two independent scores would count twice.
+    """
+    parts = {"repeated_change": REPEATED, "nll_change": ("wikitext_ppl", "lambada_ppl")}
+    paired = {}
+    for name, score in found.items():
+        documents = [(model.documents.get(part), base.documents.get(part)) for part in parts[name]]
+        error = root_of_squares(*(_paired_error(*pair) for pair in documents), scale=1 / len(documents))
+        paired[name] = Score(score.value, score.error if error is None else error)
+    return paired
+
+
+def _paired_error(ours: np.ndarray | None, theirs: np.ndarray | None) -> float | None:
+    """The standard error of a difference of means over documents [N], or of ratios to lengths [N, 2]."""
+    if ours is None or theirs is None or ours.shape != theirs.shape or len(ours) < 2:
+        return None
+    if ours.ndim == 1:
+        return float((ours - theirs).std(ddof=1) / math.sqrt(len(ours)))
+    difference, lengths = ours[:, 0] - theirs[:, 0], ours[:, 1]
+    residuals = difference - difference.sum() / lengths.sum() * lengths
+    return float(math.sqrt((residuals**2).sum() * len(ours) / (len(ours) - 1)) / lengths.sum())
 
 
 def _contents(paths: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:

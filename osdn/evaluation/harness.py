@@ -25,7 +25,7 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from osdn.evaluation.columns import Score
+from osdn.evaluation.columns import COMPARED, Score
 from osdn.evaluation.data import mirrored
 from osdn.evaluation.perplexity import Report, perplexity
 from osdn.evaluation.recall import WINDOW
@@ -112,6 +112,11 @@ def run_task(lm: HFLM, task: Task, loaded: Any, limit: int | None, report: Repor
     metrics, samples = output["results"][task.name], output["samples"][task.name]
     scores = {column: _score(metrics, samples, metric) for column, metric in task.columns.items()}
     details: dict[str, Any] = {"documents": len({sample["doc_id"] for sample in samples})}
+    if compared := {column: metric for column, metric in task.columns.items() if column in COMPARED}:
+        details["by_document"] = {
+            column: [sample[metric.partition(",")[0]] for sample in samples]
+            for column, metric in compared.items()
+        }
     details["metrics"] = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
     if "cut" in loaded.features:
         details["cut"] = sum(sample["doc"]["cut"] for sample in samples)

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -52,6 +53,41 @@ def test_a_block_is_its_baseline_and_what_is_built_on_it(results):
     assert models[1].scores["nll_change"].value == pytest.approx(math.log(24 / 30))
     assert "repeated_change" not in models[2].scores  # it has no baseline
     assert "repeated_change" not in models[0].scores  # it is one
+
+
+def test_differences_have_the_errors_of_paired_documents(tmp_path):
+    """Against a bootstrap of documents, drawn for both models at once."""
+    generator = np.random.default_rng(0)
+    n, repeated = 400, ("fda_twice", "swde_twice", "squad_twice")
+    words = generator.integers(50, 500, n)
+    hard = generator.normal(4.0, 1.0, n)  # a document's own difficulty, which both models meet
+    documents = {}
+    for model, gain in (("delta_net-340m", 0.0), ("osdn-340m", 0.1)):
+        losses = (hard - gain + generator.normal(0, 0.1, n)) * words
+        last = -hard + gain + generator.normal(0, 0.1, n)
+        right = {t: (generator.normal(-hard + 4 + gain, 0.3) > 0).astype(float) for t in repeated}
+        documents[model] = {"wikitext_ppl": np.stack([-losses, words], 1), "lambada_ppl": last, **right}
+        results = {t: right[t].mean() for t in repeated}
+        results |= {
+            "wikitext_ppl": math.exp(losses.sum() / words.sum()),
+            "lambada_ppl": math.exp(-last.mean()),
+        }
+        part = {"results": results, "errors": dict.fromkeys(results, 1.0)}
+        part["by_document"] = {k: v.tolist() for k, v in documents[model].items()}
+        save(tmp_path, model, results, tasks={"all": part})
+    ours, theirs = documents["osdn-340m"], documents["delta_net-340m"]
+    draws = generator.integers(0, n, (3000, n))
+    gains = sum((ours[t] - theirs[t])[generator.integers(0, n, (3000, n))].mean(1) for t in repeated) / 3
+    wiki = (theirs["wikitext_ppl"] - ours["wikitext_ppl"])[:, 0][draws].sum(1) / words[draws].sum(1)
+    other = generator.integers(0, n, (3000, n))
+    lambada = (theirs["lambada_ppl"] - ours["lambada_ppl"])[other].mean(1)
+    scores = read([tmp_path])[1].scores
+    assert scores["repeated_change"].error == pytest.approx(gains.std(), rel=0.1)
+    assert scores["nll_change"].error == pytest.approx(((wiki + lambada) / 2).std(), rel=0.1)
+    assert scores["nll_change"].value == pytest.approx(-0.1, abs=0.02)
+    assert scores["recall_repeated"].error == pytest.approx(
+        1 / math.sqrt(3)
+    )  # a score by itself is not paired
 
 
 def test_the_best_of_a_block_is_bold_ties_too_and_alone_nothing_is(results):

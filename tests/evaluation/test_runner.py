@@ -1,6 +1,7 @@
 """`osdn eval` from end to end on a small mirror: results, resuming, what is missing, what is refused."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -73,6 +74,20 @@ def test_averages_in_the_files_are_those_of_their_parts(evaluated):
         assert results[name] == pytest.approx(sum(results[p] for p in parts) / len(parts)), name
     assert results["lm_ppl"] == pytest.approx((results["wikitext_ppl"] * results["lambada_ppl"]) ** 0.5)
     assert results["pg19_drift"] == pytest.approx(results[BUCKETS[-1]] - results[BUCKETS[1]])
+
+
+def test_documents_behind_the_printed_differences_are_kept(evaluated):
+    output, _ = evaluated
+    recall, ppl = (json.loads((output / f"{suite}.json").read_text()) for suite in ("recall", "ppl"))
+    for task in ("fda_twice", "swde_twice", "squad_twice"):
+        values = recall["tasks"][task]["by_document"][task]
+        assert sum(values) / 3 == pytest.approx(recall["results"][task])
+    wiki = ppl["tasks"]["wikitext"]["by_document"]["wikitext_ppl"]
+    loss, words = (sum(column) for column in zip(*wiki))
+    assert math.exp(-loss / words) == pytest.approx(ppl["results"]["wikitext_ppl"])
+    last = ppl["tasks"]["lambada_openai"]["by_document"]["lambada_ppl"]
+    assert math.exp(-sum(last) / 3) == pytest.approx(ppl["results"]["lambada_ppl"])
+    assert "by_document" not in recall["tasks"]["fda"]
 
 
 def test_the_report_reads_the_files(evaluated):

@@ -60,16 +60,15 @@ def table(rows: Sequence[Row], title: str) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for column in ("", "variant", "mean [95 %]", "difference [95 %]", "p"):
+    for column in ("", "mean [95 %]", "difference [95 %]", "p"):
         found.add_column(column, no_wrap=True)
     for metric in dict.fromkeys(row.metric for row in rows):
-        name = metric.replace("_", " ")
+        found.add_row(f"[bold]{metric.replace('_', ' ')}[/]")
         for row in (row for row in rows if row.metric == metric):
             d = row.difference
             found.add_row(
-                name, row.variant, str(row.value), *(("", "") if d is None else (str(d), f"{d.p_value:.2g}"))
+                f"  {row.variant}", str(row.value), *(("", "") if d is None else (str(d), f"{d.p_value:.2g}"))
             )
-            name = ""
         found.add_section()
     return found
 

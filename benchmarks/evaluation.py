@@ -1,6 +1,7 @@
 """A 2K-context recall task through `osdn eval`'s own path, with the cache and by recomputing the prefix.
 
     python benchmarks/evaluation.py
+    python benchmarks/evaluation.py --batches     # how fast batches of several sizes are, instead
 
 The model has the width, heads and vocabulary of `osdn-340m` with fewer layers and random weights; documents
 are passages of Python's documentation in the format of FDA.  Both ways give 48 greedy tokens a document
@@ -23,6 +24,7 @@ from osdn.records import save_json
 from osdn.training.data import train_tokenizer
 
 PRESET, LAYERS, CONTEXT = "osdn-340m", 4, 2000
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 class Recomputing(TokenBatchedLM):
@@ -49,15 +51,42 @@ def write_documents(folder: Path, tokenizer: Any, text: str, count: int) -> None
     path.write_text("\n".join(map(json.dumps, rows)))
 
 
+@torch.inference_mode()
+def time_batches(model: OSDNForCausalLM) -> dict[str, dict[int, float]]:
+    """Tokens a second: scored, by the tokens of a batch of 64-token requests; decoded, by its prompts."""
+    scored, decoded = {}, {}
+    for tokens in (64, 256, 1024, 4096, 8192):
+        ids = torch.randint(3, 30_000, (tokens // 64, 64))
+        start, count = time.perf_counter(), 0
+        while count < 2 or time.perf_counter() - start < 3:
+            model(ids).logits.log_softmax(-1)
+            count += 1
+        scored[tokens] = tokens * count / (time.perf_counter() - start)
+        print(f"scoring, {tokens:5} tokens at once: {scored[tokens]:6.0f} tokens a second")
+    for prompts in (1, 4, 16, 32):
+        ids = torch.randint(3, 30_000, (prompts, 8))
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, **GREEDY)
+        start = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, **GREEDY)
+        decoded[prompts] = 24 * prompts / (time.perf_counter() - start)
+        print(f"decoding, {prompts:5} prompts at once: {decoded[prompts]:5.0f} tokens a second")
+    return {"scored": scored, "decoded": decoded}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, default=2)
+    parser.add_argument("--batches", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/evaluation.json"))
     options = parser.parse_args()
-    text = " ".join(" ".join(topics.topics.values()).split())
-    tokenizer = train_tokenizer([text], 4000)
     torch.manual_seed(0)
     model = OSDNForCausalLM(OSDNConfig.from_preset(PRESET, num_hidden_layers=LAYERS)).eval()
+    if options.batches:
+        path = options.output.with_name("evaluation_batches.json")
+        save_json(path, {"kind": "evaluation batches", "layers": LAYERS, **time_batches(model)})
+        return
+    text = " ".join(" ".join(topics.topics.values()).split())
+    tokenizer = train_tokenizer([text], 4000)
     seconds, answers = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         write_documents(Path(folder), tokenizer, text, options.documents)

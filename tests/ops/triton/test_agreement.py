@@ -161,14 +161,14 @@ def test_the_rounding_of_tensor_cores_is_within_the_contract(tensor_cores, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda f: f.__name__)
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(config=configs(TAME, [box for box in BOXES if box != (0.9985, 1.002)] + [None], longest=140))
 def test_random_configurations_agree(operator, config):
     agrees(operator, config)
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(config=configs(TAME, [box for box in BOXES if box != (0.9985, 1.002)] + [None], longest=140))
 def test_random_configurations_agree_by_chunks(config):
     with pytest.MonkeyPatch.context() as patch:

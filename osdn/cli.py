@@ -1,8 +1,6 @@
 """The command `osdn`: thin layers over the package, one function a command."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +13,7 @@ from rich.table import Table
 from osdn.analysis import commands as analysis
 from osdn.evaluation import commands as evaluation
 from osdn.lab import commands as lab
+from osdn.terminal import plain_errors
 
 app = typer.Typer(help="Online Scaled DeltaNet.", no_args_is_help=True, add_completion=False)
 console = Console()
@@ -85,18 +84,6 @@ def zoo(
     console.print(table)
 
 
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """What the user can mend is told in a sentence, without a traceback."""
-    from osdn.training.trainer import TrainingError
-
-    try:
-        yield
-    except (OSError, ValueError, TrainingError) as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from error
-
-
 @app.command()
 def describe(
     model: Annotated[str, typer.Argument(help="A preset, such as osdn-340m, or a saved model's directory.")],
@@ -104,7 +91,7 @@ def describe(
     """Show a model's parameters, state and flops next to the paper's figures."""
     from osdn.models import describe as run
 
-    with _plain_errors():
+    with plain_errors():
         description = run(model)
     table = Table(box=box.SIMPLE, show_header=False)
     for label, value in description.rows():
@@ -121,9 +108,10 @@ def train(
 ) -> None:
     """Train a model as a config says; started again, it continues."""
     from osdn.training.settings import load_settings
+    from osdn.training.trainer import TrainingError
     from osdn.training.trainer import train as run
 
-    with _plain_errors():
+    with plain_errors(TrainingError):
         result = run(load_settings(config, replace or []))
     if os.environ.get("RANK", "0") == "0":
         console.print(f"{result} is ready for from_pretrained")
@@ -137,7 +125,7 @@ def convert(
     """Turn a training checkpoint into a directory for from_pretrained."""
     from osdn.training.checkpoints import convert as run
 
-    with _plain_errors():
+    with plain_errors():
         console.print(f"{run(checkpoint, output)} is ready for from_pretrained")
 
 
@@ -149,7 +137,7 @@ def plot(
     """Draw the loss curves of runs."""
     from osdn.training.plot import plot_losses
 
-    with _plain_errors():
+    with plain_errors():
         console.print(str(plot_losses(runs, output)))
 
 
@@ -174,7 +162,7 @@ def tokenizer_train(
     """Train a byte-pair vocabulary on a source."""
     from osdn.training.data import load_source, train_tokenizer
 
-    with _plain_errors():
+    with plain_errors():
         data = load_source(source, name=name, split=split, text_column=text_column, streaming=True)
         tokenizer = train_tokenizer((row["text"] for row in data), vocab_size)
         tokenizer.save_pretrained(output)

@@ -1,29 +1,18 @@
 """The commands `osdn diagnose`, `osdn inspect`, `osdn bench` and `osdn report`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from osdn.terminal import plain_errors
 
 console = Console()
 
 Checkpoint = Annotated[str, typer.Argument(help="A directory or hub name of a causal model.")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """What the user can mend is told in a sentence, without a traceback."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from error
 
 
 def _progress() -> Progress:
@@ -58,7 +47,7 @@ def diagnose(
     from osdn.models.checkpoints import load_model, load_tokenizer, model_name
     from osdn.records import save_json
 
-    with _plain_errors():
+    with plain_errors():
         tokenizer = load_tokenizer(checkpoint)
         total, chosen = select(tokenizer, prompts, task or [], count, length, data_dir)
         model = load_model(checkpoint, device)
@@ -91,7 +80,7 @@ def inspect(
     from osdn.analysis.prompts import encode
     from osdn.models.checkpoints import load_model, load_tokenizer, model_name
 
-    with _plain_errors():
+    with plain_errors():
         tokenizer = load_tokenizer(checkpoint)
         encoded = encode("prompt", prompt, tokenizer, length)
         model = load_model(checkpoint, device)
@@ -107,7 +96,7 @@ def report(
     """Gather the results there are into one page with the paper's tables and figures."""
     from osdn.analysis.report import collect, write_report
 
-    with _plain_errors():
+    with plain_errors():
         results = collect(runs)
         page = write_report(results, output)
     console.print(f"{page} holds {len(results.files)} results; open it in a browser")
@@ -136,7 +125,7 @@ def bench_throughput(
     from osdn.models import PRESETS
     from osdn.records import save_json
 
-    with _plain_errors():
+    with plain_errors():
         asked = models or ["340m"]
         names = [name for m in asked for name in PRESETS if name == m or name.endswith(f"-{m}")]
         if unknown := [m for m in asked if not any(n == m or n.endswith(f"-{m}") for n in PRESETS)]:
@@ -165,7 +154,7 @@ def bench_ops(
     """The operators against their peers."""
     from osdn.analysis.bench_ops import run
 
-    with _plain_errors():
+    with plain_errors():
         run(quick, rounds, output, device)
 
 
@@ -182,7 +171,7 @@ def _script(name: str, arguments: list[str]) -> None:
     from unittest.mock import patch
 
     path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
-    with _plain_errors():
+    with plain_errors():
         if not path.exists():
             raise FileNotFoundError(f"benchmarks/{name}.py is not there: run this in a checkout that has it")
     with patch.object(sys, "argv", [str(path), *arguments]):

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from osdn.terminal import plain_errors
+
 if TYPE_CHECKING:
     from osdn.evaluation.columns import Column
     from osdn.evaluation.compare import Cell, Comparison
@@ -22,16 +23,6 @@ console = Console()
 messages = Console(stderr=True)
 PAPER = "  the paper's"
 CELL = 8  # characters of a score, which may have its error below it
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """What the user can mend is told in a sentence, without a traceback."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        messages.print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from error
 
 
 def evaluate(
@@ -61,7 +52,7 @@ def evaluate(
     """Run the paper's benchmarks on a model; started again, it continues."""
     from osdn.evaluation.suites import SUITES, select
 
-    with _plain_errors():
+    with plain_errors():
         suites = select(suite)
         if data_dir is not None and not data_dir.is_dir():
             raise FileNotFoundError(f"{data_dir} is not a directory; it should hold the mirror of the data")
@@ -99,7 +90,7 @@ def compare(
     """Print and write the paper's tables for models that were evaluated."""
     from osdn.evaluation.compare import comparisons, read, write
 
-    with _plain_errors():
+    with plain_errors():
         models = read(results)
         paths = write(models, output)
     for comparison in comparisons(models):

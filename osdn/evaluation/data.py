@@ -26,6 +26,7 @@ FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".arrow": "
 NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # beside the data
 SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)(?![a-z])")
 SPLITS = {"valid": "validation", "val": "validation", "dev": "validation"}
+FORMER_NAMES = {"hazyresearch/based-swde-v2": "hazyresearch/based-swde"}  # a mirror may have either
 PATIENCE = 5  # seconds to wait for the hub
 
 
@@ -64,7 +65,8 @@ def find_files(path: str, name: str | None, data_dir: str | Path | None) -> dict
     """The files of a data set in the mirror by split; none if it is not there."""
     if data_dir is None:
         return {}
-    folders = [Path(data_dir) / path, Path(data_dir) / _cache_name(path)]
+    known = [path, FORMER_NAMES[path]] if path in FORMER_NAMES else [path]
+    folders = [Path(data_dir) / folder for own in known for folder in (own, _cache_name(own))]
     root = next((folder for folder in folders if folder.is_dir()), None)
     if root is None:
         return {}

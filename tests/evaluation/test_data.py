@@ -50,6 +50,13 @@ def test_splits_and_parts_are_told_apart(tmp_path):
         find_files("a/contest-b", None, tmp_path)
 
 
+def test_a_mirror_may_hold_the_first_version_of_swde(tmp_path):
+    file = tmp_path / "hazyresearch/based-swde/validation.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"text": "a", "key": "b", "value": "c"}\n')
+    assert load_data("hazyresearch/based-swde-v2", "default", tmp_path)["validation"][0]["value"] == "c"
+
+
 def test_another_configuration_is_not_taken_for_the_one_that_is_missing(tmp_path):
     folder = tmp_path / "allenai/ai2_arc/ARC-Easy"
     folder.mkdir(parents=True)

@@ -33,8 +33,8 @@ def throughput_table(result: dict[str, Any]) -> Table:
         f"{result['prefill']:,} tokens of prompt and {result['decode']} generated, {result['device']}, "
         f"{result['dtype']}; the paper's on an H100 in bfloat16"
     )
-    table.add_column("model")
-    for column in ("tokens/s", "prefill ms", "decode ms", "Δ %", "paired Δ %", "MiB", "paper", "its Δ %"):
+    table.add_column("model", no_wrap=True)
+    for column in ("tok/s", "prefill ms", "decode ms", "Δ %", "paired", "MiB", "paper", "its Δ %"):
         table.add_column(column, justify="right")
     for row in result["rows"]:
         theirs = THROUGHPUT.get(row["model"])

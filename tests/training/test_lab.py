@@ -38,4 +38,4 @@ def test_a_tiny_run_on_the_standard_library_reaches_the_loss_of_the_lab(write_co
     )
     found = task.evaluate(AutoModelForCausalLM.from_pretrained(train(load_settings(config))), 0)["loss"]
     print(f"{variant}: the lab's loop {expected:.4f}, the trainer {found:.4f} nats a token")
-    assert found < expected + 0.05  # other batches, in another order
+    assert found < expected + 0.03  # other batches, in another order

@@ -164,18 +164,24 @@ def gradients(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"grad_{name}": grad for name, grad in zip(leaves, grads)}
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
+def relative_error(got: Tensor, want: Tensor, underflow: float = UNDERFLOW) -> float:
     """Root mean square of the difference, relative to that of what is wanted."""
     assert got.shape == want.shape
     if want.numel() == 0:
         return 0.0
     got, want = got.double(), want.double()
-    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt().clamp_min(UNDERFLOW))
+    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt().clamp_min(underflow))
 
 
-def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], outputs: float, gradients: float) -> None:
+def assert_close(
+    got: dict[str, Tensor],
+    want: dict[str, Tensor],
+    outputs: float,
+    gradients: float,
+    underflow: float = UNDERFLOW,
+) -> None:
     """Every output and gradient is within its bound; a failure lists all the errors."""
     assert got.keys() == want.keys()
-    errors = {name: relative_error(got[name], want[name]) for name in want}
+    errors = {name: relative_error(got[name], want[name], underflow) for name in want}
     bound = {name: gradients if name.startswith("grad_") else outputs for name in want}
     assert all(errors[name] <= bound[name] for name in want), errors  # false for NaN too

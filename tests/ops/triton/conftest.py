@@ -2,6 +2,7 @@
 
 The interpreter multiplies matrices more exactly than a GPU, gets products and roundings of bfloat16 wrong,
 and looks up all of `triton.language` at every call of a function.  The fixtures below mend all three.
+CPython, too, can take and give back a page of memory at every call of a function.
 """
 
 import numpy as np
@@ -19,6 +20,21 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA or ROCm device"))
 
 
+def _roomy(function):
+    """`function`, called with a quarter of a megabyte for the frames of what it calls.
+
+    CPython keeps frames in pieces of 16 KiB, and maps a piece for a call that meets the end of one, only to
+    unmap it on the return: a loop that happens to be at that depth takes four times as long.  A frame that
+    needs a large piece brings the rest of it along.
+    """
+
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_stacksize=2**15)
+    return call
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter():
     """A kernel's launch patches the language for all functions it calls; once is enough."""
@@ -32,6 +48,7 @@ def _quick_interpreter():
         scope = interpreter._patch_lang(tl.zeros.fn)
         call = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)  # noqa: E731
         patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        patch.setattr(interpreter.GridExecutor, "__call__", _roomy(interpreter.GridExecutor.__call__))
         yield
         scope.restore()
 

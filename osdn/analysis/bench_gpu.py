@@ -115,16 +115,19 @@ def implied(name: str, shape: dict[str, int], backward: bool) -> float:
 def measure(p: Problem, rounds: int, clock: Clock) -> list[dict[str, Any]]:
     """Forward, and forward and backward, of all that runs on this problem."""
     found = contenders(p)
-    where = " ".join(f"{name}={value}" for name, value in p.shape.items())
+    where = " ".join(f"{name}={value}" for name, value in p.shape.items()) + ", bfloat16"
     tables = []
-    for title, timed in (("forward", forward), ("forward and backward", forward_backward)):
+    for title, timed in (
+        (f"forward, {where}", forward),
+        (f"forward and backward, {where}", forward_backward),
+    ):
         calls = {name: timed(p, f) for name, f in found.items()}
-        result = race(calls, rounds, f"{title}, {where}", repeat=10, clock=clock)
+        result = race(calls, rounds, title, repeat=10, clock=clock)
         for name in variants(p, "triton"):
             backward = timed is forward_backward
             result[name]["implied"] = implied(name.removesuffix(", triton"), p.shape, backward)
         tables.append({"title": title, "ms": result, **p.shape})
-        show(f"{title}, {where}, bfloat16", result)
+        show(title, result)
     return tables
 
 
@@ -153,9 +156,10 @@ def run(quick: bool, rounds: int, output: Path, device: str) -> None:
         for T in LENGTHS[:1] if quick else LENGTHS:
             tables += measure(Problem(1, T, 8, 128, 128, device, torch.bfloat16), rounds, on_gpu)
         one = Problem(1, 1, 8, 128, 128, device, torch.bfloat16)
-        result = race(decoding(one), 3 * rounds, "decoding", repeat=100, clock=on_gpu)
-        show("decoding one token, B=1 H=8 K=V=128, bfloat16", result)
-        tables.append({"title": "decoding", "ms": result, **one.shape})
+        title = "decoding one token, B=1 H=8 K=V=128, bfloat16"
+        result = race(decoding(one), 3 * rounds, title, repeat=100, clock=on_gpu)
+        show(title, result)
+        tables.append({"title": title, "ms": result, **one.shape})
         name = torch.cuda.get_device_name()
-    record = {"kind": "gpu", "gpu": name, "seed": SEED, "rounds": rounds, "tables": tables}
+    record = {"kind": "operators", "gpu": name, "seed": SEED, "rounds": rounds, "tables": tables}
     console.print(f"saved to {save_json(output / 'gpu.json', record)}")

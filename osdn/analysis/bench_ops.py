@@ -252,9 +252,10 @@ def run(quick: bool, rounds: int, output: Path, device: str = "cpu") -> None:
         table(f"forward and backward, {where}", p, calls, 20, rounds)
 
         one = Problem(1, 1, 8, 128, 128)
-        result = race(decoding(one), 3 * rounds, "decoding", repeat=100)
-        show(f"decoding one token, B=1 H=8 K=V=128, {n} thread{'s' * (n > 1)}", None, result)
-        everything.append({"title": "decoding", "threads": n, "ms": result, **one.shape})
+        title = f"decoding one token, B=1 H=8 K=V=128, {n} thread{'s' * (n > 1)}"
+        result = race(decoding(one), 3 * rounds, title, repeat=100)
+        show(title, None, result)
+        everything.append({"title": title, "threads": n, "ms": result, **one.shape})
     torch.set_num_threads(threads)
 
     if not quick:

@@ -41,7 +41,7 @@ class Results:
     throughputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     trainings: dict[str, Path] = field(default_factory=dict)
     labs: list[tuple[Path, list[dict[str, Any]]]] = field(default_factory=list)
-    operators: list[dict[str, Any]] = field(default_factory=list)
+    operators: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by CPU or GPU
     files: list[Path] = field(default_factory=list)
 
     def models(self) -> list[str]:
@@ -115,7 +115,7 @@ def _take(results: Results, path: Path) -> bool:
             {row["model"]: {**row, "device": content["device"]} for row in content["rows"]}
         )
     elif kind == "operators":
-        results.operators = content["tables"]
+        results.operators[content.get("gpu") or content["machine"]["cpu"]] = content["tables"]
     elif kind == "evaluation":
         numbers = {k: v for k, v in content["results"].items() if isinstance(v, (int, float))}
         scores = {k: Score(v, content.get("errors", {}).get(k)) for k, v in numbers.items()}
@@ -261,7 +261,9 @@ def write_report(results: Results, path: Path) -> Path:
             f"{_table(results, section)}{''.join(map(_svg, drawn))}"
         )
     sections += [_lab(folder, rows) for folder, rows in results.labs]
-    sections += [_operators(table) for table in results.operators]
+    sections += [
+        _operators(device, table) for device, tables in results.operators.items() for table in tables
+    ]
     files = "".join(f"<li>{html.escape(str(file))}</li>" for file in results.files) or "<li>none</li>"
     body = "\n".join(sections) + f"<h2>Read from</h2><ul>{files}</ul>"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -305,14 +307,19 @@ def _lab(folder: Path, rows: list[dict[str, Any]]) -> str:
     return f"<h2>{html.escape(title)}</h2>{table}"
 
 
-def _operators(table: dict[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{row['min']:.3f}</td><td>{row['median']:.3f}</td></tr>"
-        for name, row in table["ms"].items()
+def _operators(device: str, table: dict[str, Any]) -> str:
+    columns = {"best ms": "min", "median ms": "median"}
+    if any("implied" in row for row in table["ms"].values()):
+        columns["implied by an H100's data sheet"] = "implied"
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    body = ""
+    for name, row in table["ms"].items():
+        cells = "".join(f"<td>{row[key]:.3f}</td>" if key in row else NOT_RUN for key in columns.values())
+        body += f"<tr><th>{html.escape(name)}</th>{cells}</tr>"
+    return (
+        f"<h2>Operators: {html.escape(table['title'])}</h2><p>On {html.escape(device)}.</p>"
+        f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead>{body}</table></div>'
     )
-    head = "<thead><tr><th></th><th>best ms</th><th>median ms</th></tr></thead>"
-    title = f"Operators: {table['title']}"
-    return f'<h2>{html.escape(title)}</h2><div class="scroll"><table>{head}{rows}</table></div>'
 
 
 def _svg(figure: Figure) -> str:

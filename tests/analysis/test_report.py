@@ -75,6 +75,12 @@ def runs(tmp_path_factory):
     estimate = {"mean": 0.5, "low": 0.4, "high": 0.6, "seeds": 3}
     row = {"variant": "osdn", "metric": "accuracy", "value": estimate, "difference": None}
     save_json(folder / "lab/recall/summary.json", {"rows": [row]})
+    for file, device, row in (
+        ("ops", {}, {"osdn, cpu": {"min": 10.0, "median": 11.0}}),
+        ("gpu", {"gpu": "A GPU"}, {"osdn, triton": {"min": 2.0, "median": 2.1, "implied": 1.5}}),
+    ):
+        table = {"title": f"forward on {file}", "ms": {**row, "a peer": {"min": 3.0, "median": 4.0}}}
+        save_json(folder / f"bench/{file}.json", {"kind": "operators", **device, "tables": [table]})
     train = folder / "340m/kda"
     train.mkdir(parents=True)
     (train / "config.yaml").write_text("model: {preset: kda-340m}\n")
@@ -108,6 +114,18 @@ def test_columns_that_follow_from_others(page):
     assert tables["Mechanism diagnostic"]["OSDN-APF 340M"][-1] == "0.425"
 
 
+def test_times_of_operators_on_a_cpu_and_a_gpu(page):
+    text = page.read_text()
+    tables = Cells(text).tables
+    assert tables["Operators: forward on ops"] == {
+        "osdn, cpu": ["10.000", "11.000"],
+        "a peer": ["3.000", "4.000"],
+    }
+    gpu = tables["Operators: forward on gpu"]
+    assert gpu == {"osdn, triton": ["2.000", "2.100", "1.500"], "a peer": ["3.000", "4.000", "·"]}
+    assert "On A GPU." in text
+
+
 def test_what_was_not_run_is_marked(page):
     tables = Cells(page.read_text()).tables
     assert tables["Main results"]["DeltaNet 1.3B"] == ["·"] * 9
@@ -128,7 +146,7 @@ def test_the_baseline_is_the_same_backbone_and_size():
 
 def test_the_newest_of_two_results_counts_and_others_are_left_alone(runs, tmp_path):
     results = collect([runs])
-    assert len(results.files) == 6
+    assert len(results.files) == 8
     first, second = tmp_path / "x.json", tmp_path / "y.json"
     for path, q, age in ((first, 1.0, 10), (second, 2.0, 20)):
         scores = {"kind": "evaluation", "model": "m", "results": {"piqa": q}}
@@ -142,7 +160,7 @@ def test_the_command_reads_folders_and_says_what_is_not_there(runs, tmp_path):
     out = tmp_path / "r.html"
     done = CliRunner().invoke(app, ["report", str(runs), "--output", str(out)])
     assert done.exit_code == 0, done.output
-    assert "holds 6 results" in " ".join(done.output.split())  # however the line is folded
+    assert "holds 8 results" in " ".join(done.output.split())  # however the line is folded
     done = CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")])
     assert done.exit_code == 1
     assert "does not exist" in done.output

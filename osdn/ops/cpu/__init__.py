@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from osdn.ops import checks
+from osdn.ops import checks, watched
 from osdn.ops.checks import Scaling
 from osdn.ops.cpu.build import BuildError, library
 
@@ -224,11 +223,9 @@ _delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _call(operator: Any, plain: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
-    """Through the dispatcher when autograd, a compiler, a mode or a subclass is watching, else directly."""
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    differentiate = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    if differentiate or watched or any(type(x) is not Tensor for x in tensors):
+    """Through the dispatcher when somebody is watching, else directly."""
+    differentiate = watched.by_autograd(arguments)
+    if differentiate or watched.by_others(arguments):
         return operator(*arguments, differentiate)
     return plain(*arguments, False)
 

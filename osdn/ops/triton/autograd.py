@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osdn.ops import checks
+from osdn.ops import checks, watched
 from osdn.ops.checks import Scaling
 from osdn.ops.triton import decode, phase1, phase1_backward, phase2, phase2_backward
 from osdn.ops.triton.chunks import chunks_of
@@ -49,7 +49,7 @@ def delta_rule(
     _check_dtype(k)
     w = write_keys if write_keys is None else write_keys.to(k.dtype)
     tensors = (q, k, v, beta, w, log_decay, initial_state)
-    if k.shape[1] <= RECURRENT_UP_TO and not _differentiable(tensors):
+    if k.shape[1] <= RECURRENT_UP_TO and not watched.by_autograd(tensors):
         o, final_state, _ = _call(_recurrent, _recur, *tensors, None, None, cu_seqlens, scale, None, False)
         return o, final_state
     o, final_state = _call(_rule, _delta_rule, *tensors, cu_seqlens, scale)
@@ -71,7 +71,7 @@ def online_scaled_delta_rule(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_dtype(k)
     tensors = (q, k, v, beta, None, log_decay, initial_state, _retention(retention), initial_scale)
-    if k.shape[1] <= RECURRENT_UP_TO and not _differentiable(tensors):
+    if k.shape[1] <= RECURRENT_UP_TO and not watched.by_autograd(tensors):
         numbers = _numbers(retention, settings)
         o, final_state, final_scale = _call(
             _recurrent, _recur, *tensors, cu_seqlens, scale, numbers, settings.beta_aware
@@ -90,14 +90,10 @@ def _check_dtype(k: Tensor) -> None:
         )
 
 
-def _differentiable(arguments: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
-
-
 def _call(operator: Any, plain: Callable[..., Any], *arguments: Any) -> Any:
-    """Through the dispatcher when a gradient or a compiler is watching, directly when not."""
-    watched = torch.compiler.is_compiling() or _differentiable(arguments)
-    return (operator if watched else plain)(*arguments)
+    """Through the dispatcher when somebody is watching, else directly."""
+    seen = watched.by_autograd(arguments) or watched.by_others(arguments)
+    return (operator if seen else plain)(*arguments)
 
 
 def _retention(retention: float | Tensor) -> Tensor | None:
@@ -387,10 +383,9 @@ def decode_(
     numbers = None if settings is None else _numbers(retention, settings)
     aware = settings is not None and settings.beta_aware
     tensors = (q, k, v, beta, log_decay, state, _retention(retention), initial_scale)
-    if _differentiable(tensors):
+    if watched.by_autograd(tensors):
         raise ValueError("decode_ has no gradient; call it under torch.no_grad()")
-    operator = _decode if torch.compiler.is_compiling() else _step
-    o, final_scale = operator(*tensors, scale, numbers, aware)
+    o, final_scale = _call(_decode, _step, *tensors, scale, numbers, aware)
     return o, final_scale
 
 

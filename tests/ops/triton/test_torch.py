@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from osdn.ops import delta_rule, online_scaled_delta_rule, precondition_keys
 from osdn.ops.triton import autograd, chunks, phase1
@@ -57,7 +59,7 @@ def test_decoding_compiles_in_one_graph():
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
-def test_strided_inputs_are_read_where_they_lie(decay):
+def test_strided_inputs_give_what_contiguous_ones_give(decay):
     x, options = arguments(online_scaled_delta_rule, Config((66,), H=1, group=2, K=6, V=5, decay=decay))
     strided = {
         name: torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0].requires_grad_()
@@ -74,6 +76,29 @@ def test_negated_views_are_read_right():
     with torch.no_grad():
         got, want = (delta_rule(**t, **options)[0] for t in (lazy, x | {"v": -x["v"]}))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("T", [3, 70])
+def test_fake_tensors_have_the_shapes_of_real_results(T):
+    x, options = arguments(online_scaled_delta_rule, Config((T,), H=1, group=2, K=6, V=5))
+    with torch.no_grad():
+        real = online_scaled_delta_rule(**x, **options)
+        with FakeTensorMode() as mode:
+            fakes = {name: mode.from_tensor(t) for name, t in x.items()}
+            fake = online_scaled_delta_rule(**fakes, **options)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            around = online_scaled_delta_rule(**x, **options)
+    for results in (fake, around):
+        assert [(y.shape, y.dtype) for y in results] == [(y.shape, y.dtype) for y in real]
+
+
+def test_dispatch_modes_see_the_operators_and_change_nothing():
+    x, options = arguments(online_scaled_delta_rule, Config((3,), H=1, K=6, V=5))
+    with torch.no_grad():
+        want = online_scaled_delta_rule(**x, **options)
+        with FlopCounterMode(display=False):
+            got = online_scaled_delta_rule(**x, **options)
+    assert all(map(torch.equal, got, want))
 
 
 def _with_gradients(operator, x, options):

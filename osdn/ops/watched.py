@@ -1,0 +1,19 @@
+"""Who must see the operators of a compiled backend; where nobody does, kernels are called directly."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+
+def by_autograd(arguments: Iterable[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
+def by_others(arguments: Iterable[Any]) -> bool:
+    """A compiler, a dispatch mode or a tensor subclass: some have no memory that a kernel could read."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return True
+    return any(isinstance(x, Tensor) and type(x) is not Tensor for x in arguments)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osdn.ops import checks, chunkwise, cpu, reference, triton
+from osdn.ops import checks, chunkwise, cpu, reference, triton, watched
 
 BACKENDS: dict[str, ModuleType] = {
     "reference": reference,
@@ -201,15 +201,25 @@ def _launchable(kind: str) -> bool:
 
 
 def _select(backend: str, k: Tensor) -> ModuleType:
-    device = k.device
+    device, transformed = k.device, watched.by_transforms()
     if backend == "auto":
         backend = "chunkwise"
-        if device.type == "cpu" and _compiled():
+        if device.type == "cpu" and not transformed and _compiled():
             backend = "cpu"
-        elif device.type == "cuda" and k.dtype != torch.float64 and _launchable(device.type):
+        elif (
+            device.type == "cuda"
+            and not transformed
+            and k.dtype != torch.float64
+            and _launchable(device.type)
+        ):
             backend = "triton"
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(BACKENDS)}')
+    if transformed and backend in ("cpu", "triton"):
+        raise ValueError(
+            f'backend="{backend}" knows neither torch.func nor forward-mode differentiation; '
+            'use backend="auto" or backend="chunkwise" there'
+        )
     if backend == "cpu":
         if device.type != "cpu":
             raise ValueError(f'backend="cpu" needs tensors on the CPU; they are on {device}')

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
@@ -17,3 +18,8 @@ def by_others(arguments: Iterable[Any]) -> bool:
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return True
     return any(isinstance(x, Tensor) and type(x) is not Tensor for x in arguments)
+
+
+def by_transforms() -> bool:
+    """`torch.func` (vmap, jvp, ...) or forward-mode differentiation, of which kernels know nothing."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -250,3 +250,34 @@ def test_compiled_code_without_gradients_and_of_another_length():
             )
             for a, b in zip(fast(**t), online_scaled_delta_rule(**t, backend="cpu")):
                 assert a is b is None or torch.equal(a, b)
+
+
+def of_values(t, options):
+    """o as a function of v, with the backend that `auto` takes."""
+    return lambda v: online_scaled_delta_rule(**t | {"v": v}, **options)[0]
+
+
+def test_function_transforms_are_those_of_the_reference():
+    t, options = problem(K=3, V=2).arguments(online_scaled_delta_rule)
+    t = {name: x.double() for name, x in t.items()}
+    (v, f), g = (t["v"], of_values(t, options)), of_values(t, options | {"backend": "reference"})
+    tangent = torch.randn_like(v)
+    linear = f(v + tangent) - f(v)  # o is affine in v
+    assert relative_error(torch.func.jvp(f, (v,), (tangent,))[1], linear) < 1e-9
+    assert relative_error(torch.func.vmap(f)(torch.stack([v, tangent]))[1], f(tangent)) < 1e-9
+    grad, want = (torch.func.grad(lambda v, f=h: f(v).square().sum())(v) for h in (f, g))
+    assert relative_error(grad, want) < 1e-9
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(v, tangent)
+        got = torch.autograd.forward_ad.unpack_dual(f(dual)).tangent
+        assert relative_error(got, linear) < 1e-9
+
+
+@compiled
+def test_function_transforms_are_refused_by_kernels_with_a_way_out():
+    t, options = problem().arguments(online_scaled_delta_rule)
+    f = of_values(t, options | {"backend": "cpu"})
+    with pytest.raises(ValueError, match=r'neither torch.func nor.*backend="chunkwise"'):
+        torch.func.vmap(f)(t["v"][None])
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="forward-mode"):
+        f(torch.autograd.forward_ad.make_dual(t["v"], t["v"]))

@@ -140,6 +140,18 @@ def test_a_compiled_model_gives_the_same_loss_and_gradients(variant):
         torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("variant", ["osdn-apf", "osgdn-apf", "kda"])
+def test_an_exported_model_gives_the_same_logits_at_other_lengths(variant):
+    model = make(variant, num_hidden_layers=1)
+    length = {1: torch.export.Dim("length", min=8, max=1000)}
+    with torch.no_grad():
+        program = torch.export.export(
+            model, (tokens(2, 70),), {"use_cache": False}, dynamic_shapes=(length, None)
+        )
+        for ids in (tokens(2, 70), tokens(2, 9), tokens(2, 200)):
+            torch.testing.assert_close(program.module()(ids, use_cache=False).logits, model(ids).logits)
+
+
 def test_lora_trains_adapters_and_leaves_the_rest():
     model, ids = make("osdn-apf"), tokens(4, 16)
     before = copy.deepcopy(model.state_dict())

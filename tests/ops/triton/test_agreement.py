@@ -189,7 +189,7 @@ def test_random_configurations_agree_by_chunks(config):
 
 @pytest.mark.slow
 @every_operator
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(config=LARGE)
 def test_random_configurations_of_every_size_agree(operator, config):
     agrees_if_well_posed(operator, config)

@@ -1,6 +1,7 @@
 """The command `osdn`: thin layers over the package, one function a command."""
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -13,14 +14,24 @@ from rich.table import Table
 from osdn.analysis import commands as analysis
 from osdn.evaluation import commands as evaluation
 from osdn.lab import commands as lab
-from osdn.terminal import plain_errors
+from osdn.terminal import made, plain_errors
 
 app = typer.Typer(help="Online Scaled DeltaNet.", no_args_is_help=True, add_completion=False)
 console = Console()
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        console.print(f"osdn {version('osdn')}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which this is, and stop.")
+    ] = False,
+) -> None:
     """Online Scaled DeltaNet."""
 
 
@@ -38,18 +49,21 @@ def theory(
     from osdn.analysis.theory.report import statement_table, violation_table
     from osdn.analysis.theory.suite import Config, run_suite
 
-    config = Config(seed, problems, backend)
-    with console.status("running the operators on random problems"):
-        report = run_suite(config)
-    console.print(statement_table("The paper's statements", report.statements))
-    console.print(violation_table(report.violations))
-    if model is not None:
-        with console.status(f"running {model}"):
-            checks = statements_of(model)
-        console.print(statement_table(f"On the keys and gates of {model}", checks))
-        report.model_statements.extend(checks)
-    with console.status("drawing"):
-        path, figures = report.write(output), draw(config, output)
+    with plain_errors():
+        config = Config(seed, problems, backend)
+        made(output)
+        if model is not None:
+            with console.status(f"running {model}"):
+                own = statements_of(model)
+        with console.status("running the operators on random problems"):
+            report = run_suite(config)
+        console.print(statement_table("The paper's statements", report.statements))
+        console.print(violation_table(report.violations))
+        if model is not None:
+            console.print(statement_table(f"On the keys and gates of {model}", own))
+            report.model_statements.extend(own)
+        with console.status("drawing"):
+            path, figures = report.write(output), draw(config, output)
     console.print(f"{path} and {len(figures)} figures beside it")
     if not report.passed:
         raise typer.Exit(1)

@@ -1,15 +1,29 @@
 """The command line: what it prints, writes and returns."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import osdn
+from osdn import OSDNConfig, OSDNForCausalLM, hub
 from osdn.analysis.theory import suite
 from osdn.cli import app
+from osdn.models import checkpoints
+from osdn.training.data import load_tokenizer
 
 runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model and its tokenizer in the folder `model` of a run."""
+    folder = tmp_path_factory.mktemp("run") / "model"
+    OSDNForCausalLM(OSDNConfig.from_preset("osdn-tiny", num_hidden_layers=1)).save_pretrained(folder)
+    load_tokenizer("bytes").save_pretrained(folder)
+    return str(folder)
 
 
 def test_zoo_lists_every_row_with_its_state_size():
@@ -26,6 +40,59 @@ def test_the_zoo_page_is_what_the_command_prints():
     result = runner.invoke(app, ["zoo", "--markdown"])
     page = Path(__file__).parents[1] / "docs" / "zoo.md"
     assert page.read_text() == result.output, "regenerate it: osdn zoo --markdown > docs/zoo.md"
+
+
+def test_version():
+    assert runner.invoke(app, ["--version"]).output == f"osdn {osdn.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["theory"],
+        ["demo"],
+        ["lab", "recall"],
+        ["lab", "text"],
+        ["diagnose", "MODEL"],
+        ["bench", "throughput", "tiny"],
+        ["bench", "ops"],
+        ["eval", "MODEL"],
+    ],
+    ids=" ".join,
+)
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(arguments, tmp_path, saved):
+    (tmp_path / "file").write_text("")
+    command = [saved if word == "MODEL" else word for word in arguments]
+    done = runner.invoke(app, [*command, "--output", str(tmp_path / "file" / "inside")])
+    assert done.exit_code == 1, done.exception
+    assert "cannot be made" in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["diagnose", "MODEL", "--device", "nowhere"], "device is 'nowhere', which cannot be used here"),
+        (["bench", "throughput", "tiny", "--device", "nowhere"], "device is 'nowhere'"),
+        (["theory", "--backend", "gpu"], "backend is 'gpu'"),
+        (["theory", "--model", "RUN"], "its model is"),
+        (["diagnose", "RUN"], "it is a run, and its model is"),
+        (["eval", "RUN"], "it is a run, and its model is"),
+        (["diagnose", "no/model"], "no directory no/model, it is not cached, and the hub cannot be reached"),
+        (["eval", "no/model"], "no directory no/model, it is not cached, and the hub cannot be reached"),
+        (["train", "RUN"], "is a directory; name a config in it"),
+        (["lab", "recall", "--width", "9"], "num_heads = 2 does not divide"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_mistakes_are_told_in_a_sentence(arguments, reason, saved, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "hub_answers", lambda: False)
+    monkeypatch.setattr(checkpoints, "hub_answers", lambda: False)
+    places = {"MODEL": saved, "RUN": str(Path(saved).parent)}
+    done = runner.invoke(app, [places.get(word, word) for word in arguments])
+    assert done.exit_code in (1, 2)
+    assert isinstance(done.exception, SystemExit)
+    assert reason in re.sub(r"[\s│]+", " ", done.output)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from osdn.terminal import plain_errors
+from osdn.terminal import made, plain_errors
 
 console = Console()
 
@@ -44,10 +44,12 @@ def diagnose(
     from osdn.analysis.figures import draw
     from osdn.analysis.prompts import select
     from osdn.analysis.tables import diagnosis_tables
-    from osdn.models.checkpoints import load_model, load_tokenizer, model_name
+    from osdn.models.checkpoints import load_model, load_tokenizer
+    from osdn.models.describe import model_name
     from osdn.records import save_json
 
     with plain_errors():
+        made(output)
         tokenizer = load_tokenizer(checkpoint)
         total, chosen = select(tokenizer, prompts, task or [], count, length, data_dir)
         model = load_model(checkpoint, device)
@@ -55,11 +57,11 @@ def diagnose(
         with _progress() as progress:
             bar = progress.add_task(f"prompts read by {name}", total=total)
             result = run(model, chosen, lambda _: progress.advance(bar))
-    settings = {"checkpoint": checkpoint, "model": name, "count": count, "length": length}
-    path = save_json(output / "diagnosis.json", {**result, **settings})
-    draw({name: result}, output)
-    for table in diagnosis_tables(name, result):
-        console.print(table)
+        for table in diagnosis_tables(name, result):
+            console.print(table)
+        settings = {"checkpoint": checkpoint, "model": name, "count": count, "length": length}
+        path = save_json(output / "diagnosis.json", {**result, **settings})
+        draw({name: result}, output)
     speed, agreement = result["speed"], result["agreement"]
     console.print(
         f"measured and closed-form q_t differ by at most {agreement['largest_difference']:.1e}; "
@@ -78,15 +80,17 @@ def inspect(
     """Write a page that shows a prompt's residual ratios, gates and scale, by layer and head."""
     from osdn.analysis.inspector import inspect_prompt, write_page
     from osdn.analysis.prompts import encode
-    from osdn.models.checkpoints import load_model, load_tokenizer, model_name
+    from osdn.models.checkpoints import load_model, load_tokenizer
+    from osdn.models.describe import model_name
 
     with plain_errors():
+        made(output.parent)
         tokenizer = load_tokenizer(checkpoint)
         encoded = encode("prompt", prompt, tokenizer, length)
         model = load_model(checkpoint, device)
         texts = [tokenizer.decode([token]) for token in encoded.ids.tolist()]
         data = inspect_prompt(model, encoded, texts, model_name(model, checkpoint))
-    console.print(f"{write_page(output, data)} shows {len(texts)} tokens; open it in a browser")
+        console.print(f"{write_page(output, data)} shows {len(texts)} tokens; open it in a browser")
 
 
 def report(
@@ -132,6 +136,7 @@ def bench_throughput(
             raise ValueError(
                 f"there is no preset or size {', '.join(unknown)}; presets: {', '.join(PRESETS)}"
             )
+        made(output)
         with _progress() as progress:
             bar = progress.add_task("throughput", total=len(names) * (WARM_UPS + REPEATS))
 
@@ -139,9 +144,8 @@ def bench_throughput(
                 progress.update(bar, advance=1, description=name)
 
             result = throughput(names, device=device, progress=advance)
-    path = save_json(output / "throughput.json", result)
-    console.print(throughput_table(result))
-    console.print(str(path))
+        console.print(throughput_table(result))
+        console.print(str(save_json(output / "throughput.json", result)))
 
 
 @bench.command("ops")
@@ -155,7 +159,7 @@ def bench_ops(
     from osdn.analysis.bench_ops import run
 
     with plain_errors():
-        run(quick, rounds, output, device)
+        run(quick, rounds, made(output), device)
 
 
 @bench.command("training")

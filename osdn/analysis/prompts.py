@@ -77,7 +77,10 @@ def file_prompts(path: Path, tokenizer: Any, length: int) -> Iterator[Prompt]:
         return
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
             if not isinstance(row, dict) or not isinstance(row.get("text"), str):
                 raise ValueError(f'{path}, line {number}: a prompt is an object with a string "text"')
             yield encode(row.get("task", path.stem), row["text"], tokenizer, length)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from osdn.models import OSDNConfig, OSDNForCausalLM, describe
+from osdn.models.checkpoints import usable_device
 
 PREFILL, DECODE = 2048, 128
 WARM_UPS, REPEATS = 2, 5
@@ -39,6 +40,7 @@ def throughput(
     Weights are random: time does not depend on them.  They are bfloat16 on a GPU, as in the paper, and
     float32 on a CPU.
     """
+    usable_device(device)
     rows: list[dict[str, Any]] = []
     for family in families(presets):
         models = build(family, device)

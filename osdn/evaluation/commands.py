@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from osdn.terminal import plain_errors
+from osdn.terminal import made, plain_errors
 
 if TYPE_CHECKING:
     from osdn.evaluation.columns import Column
@@ -65,6 +65,8 @@ def evaluate(
             raise ValueError('evaluation needs lm_eval: pip install "osdn[eval]"')
         from osdn.evaluation.runner import Evaluation, Settings
 
+        if output is not None:
+            made(output)
         settings = Settings(checkpoint, data_dir, window, books, limit, batch_size, max_length, device)
         with messages.status(f"loading {checkpoint}"):
             evaluation = Evaluation(settings, output, overwrite)
@@ -120,8 +122,9 @@ class _Bars(Progress):
 
 def _needs(suites: list[str], data_dir: Path | None) -> Table:
     """What each task reads, and where it would come from."""
-    from osdn.evaluation.data import hub_answers, whereabouts
+    from osdn.evaluation.data import whereabouts
     from osdn.evaluation.suites import SUITES
+    from osdn.hub import hub_answers
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("task", "data set, split", "is"):

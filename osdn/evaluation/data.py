@@ -7,27 +7,24 @@ for `validation.jsonl`.  `mirrored` makes the tasks of `lm_eval` look there firs
 """
 
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import datasets
-import huggingface_hub.constants
 from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from datasets.naming import camelcase_to_snakecase
+
+from osdn.hub import hub_answers, patient
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".arrow": "arrow"}
 NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # beside the data
 SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)(?![a-z])")
 SPLITS = {"valid": "validation", "val": "validation", "dev": "validation"}
 FORMER_NAMES = {"hazyresearch/based-swde-v2": "hazyresearch/based-swde"}  # a mirror may have either
-PATIENCE = 5  # seconds to wait for the hub
 
 
 class MissingDataError(OSError):
@@ -43,21 +40,12 @@ def load_data(path: str, name: str | None = None, data_dir: str | Path | None = 
             return load_dataset(kind, data_files=files)
         except DatasetGenerationError as error:
             raise ValueError(f"{path} in {data_dir} cannot be read: {error.__cause__ or error}") from error
-    offline = not hub_answers()
-    with (
-        bars(True),
-        patch.object(datasets.config, "HF_HUB_OFFLINE", offline or datasets.config.HF_HUB_OFFLINE),
-        patch.object(
-            huggingface_hub.constants,
-            "HF_HUB_OFFLINE",
-            offline or huggingface_hub.constants.HF_HUB_OFFLINE,
-        ),
-    ):
+    with bars(True), patient():
         try:
             return load_dataset(path, name)
         except (OSError, ValueError) as error:  # ValueError: cached, but not this configuration
             place = f"not in {data_dir}, " if data_dir else ""
-            reason = "the hub cannot be reached" if offline else str(error).splitlines()[0]
+            reason = str(error).splitlines()[0] if hub_answers() else "the hub cannot be reached"
             raise MissingDataError(f"{place}not cached, and {reason}") from error
 
 
@@ -125,19 +113,6 @@ def _cache_name(path: str) -> str:
     """What `datasets` calls the folder of a data set in its cache."""
     owner, _, name = path.rpartition("/")
     return f"{owner}___{camelcase_to_snakecase(name)}" if owner else camelcase_to_snakecase(name)
-
-
-@cache
-def hub_answers() -> bool:
-    """Whether the hub can be reached; asked once, as each data set would ask for half a minute."""
-    request = urllib.request.Request(huggingface_hub.constants.ENDPOINT, method="HEAD")
-    try:
-        urllib.request.urlopen(request, timeout=PATIENCE).close()
-    except urllib.error.HTTPError:
-        return True  # an answer, if not the page
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 @contextmanager

@@ -140,10 +140,14 @@ def position_perplexity(
     report: Report | None = None,
     block: int = BLOCK,
 ) -> dict[str, Score]:
-    """Perplexity by position over all blocks of `count` texts: a tenth of a block each, and all together."""
+    """Perplexity by position over all blocks of `count` texts that have one.
+
+    That of each tenth of a block, and of all of it.
+    """
     size = block // len(BUCKETS)
     rows: list[np.ndarray] = []  # the summed losses of each bucket of a block
-    for done, ids in enumerate(blocks(islice(texts, count), tokenizer, block), 1):
+    whole = (ids for ids in blocks(texts, tokenizer, block) if len(ids))
+    for done, ids in enumerate(islice(whole, count), 1):
         rows_at_once = max(1, tokens_at_once // SEGMENT)
         for start in range(0, len(ids), rows_at_once):
             rows.extend(_bucket_sums(model, ids[start : start + rows_at_once], size))

@@ -26,7 +26,8 @@ from osdn.evaluation.perplexity import Report, document_perplexity, position_per
 from osdn.evaluation.recall import ROOM, WINDOW
 from osdn.evaluation.suites import FINEWEB_EDU, PG19, SUITES, Task, select
 from osdn.models import OSDNForCausalLM
-from osdn.models.checkpoints import load_model, load_tokenizer, model_name
+from osdn.models.checkpoints import load_model, load_tokenizer
+from osdn.models.describe import model_name
 from osdn.records import save_json
 from osdn.training.data import load_source
 

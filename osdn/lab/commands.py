@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from osdn.terminal import made, plain_errors
+
 if TYPE_CHECKING:
     from osdn.lab.summary import Results
     from osdn.lab.variants import Variant
@@ -42,7 +44,7 @@ Width = Annotated[int, typer.Option(min=8, help="Width of the model.")]
 Layers = Annotated[int, typer.Option(min=1, help="Layers of the model.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences a step.")]
-Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
+Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: one a core.")]
 
 
@@ -70,7 +72,7 @@ def recall(
     from osdn.lab.recall import RecallTask
     from osdn.lab.training import Run
 
-    chosen = _sweep(variants, eta, box)
+    chosen = _sweep(variants, eta, box, width, output)
     try:
         task = RecallTask(vocab_size, pairs, length, passes, overwrites)
     except ValueError as error:
@@ -96,9 +98,11 @@ def text(
     eta: Etas = [],  # noqa: B006
     box: Boxes = [],  # noqa: B006
     seeds: Seeds = 3,
-    vocab_size: Annotated[int, typer.Option(help="Entries of the byte-pair vocabulary.")] = 1024,
-    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
-    megabytes: Annotated[float, typer.Option(help="How much of the standard library to take.")] = 4.0,
+    vocab_size: Annotated[int, typer.Option(min=257, help="Entries of the byte-pair vocabulary.")] = 1024,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 256,
+    megabytes: Annotated[
+        float, typer.Option(min=0.1, help="How much of the standard library to take.")
+    ] = 4.0,
     width: Width = 64,
     layers: Layers = 2,
     steps: Steps = 600,
@@ -112,7 +116,7 @@ def text(
     from osdn.lab.text import TextTask, prepare
     from osdn.lab.training import Run
 
-    chosen = _sweep(variants, eta, box)
+    chosen = _sweep(variants, eta, box, width, output)
     task = TextTask(str(output / f"corpus-{vocab_size}-{megabytes:g}MB"), vocab_size, length, megabytes)
     with console.status("training a vocabulary on the standard library"):
         prepare(task)
@@ -139,20 +143,26 @@ def demo(
     """Train small models in minutes and write a page on what online scaling did."""
     from osdn.lab.demo import run_demo
 
-    path = run_demo(output, console)
+    with plain_errors():
+        path = run_demo(made(output), console)
     console.print(f"the report is {path.resolve()}")
 
 
-def _sweep(names: Sequence[str], etas: Sequence[float], boxes: Sequence[str]) -> "list[Variant]":
+def _sweep(
+    names: Sequence[str], etas: Sequence[float], boxes: Sequence[str], width: int, output: Path
+) -> "list[Variant]":
+    """The models asked for; what cannot work is refused before the first of them is trained."""
     from osdn.lab.variants import sweep
 
     try:
         found = sweep(names, etas, [_bounds(box) for box in boxes])
         for variant in found:
-            variant.config(width=64)  # refuses what no model can be built from
-        return found
+            variant.config(width=width)  # refuses what no model can be built from
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    with plain_errors():
+        made(output)
+    return found
 
 
 def _bounds(box: str) -> tuple[float, float]:
@@ -168,7 +178,7 @@ def _experiment(
 ) -> "Results":
     from osdn.lab import runner, summary
 
-    with runner.progress_bar(console) as progress:
+    with plain_errors(), runner.progress_bar(console) as progress:
         bar = progress.add_task(title, total=sum(runner.cost(run) for run in runs), live="")
         results = summary.group(variants, runner.run_all(runs, output, progress, bar, jobs))
     rows = summary.summarize(results, metrics)

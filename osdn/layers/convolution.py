@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osdn.layers.precision import widen
+from osdn.ops import watched
 
 
 class ShortConvolution(nn.Conv1d):
@@ -41,13 +42,13 @@ class ShortConvolution(nn.Conv1d):
         if cu_seqlens is not None:
             return self._packed(x, tail, cu_seqlens, output_final_state)
         if tail is None and not output_final_state:
-            return _CausalConvolution.apply(x, self.weight), None
+            return _convolution(x, self.weight), None
         B, T, D = x.shape
         rows = torch.cat([x.new_zeros(B, past, D) if tail is None else tail, x], 1)  # [B, W - 1 + T, D]
         if T == 1:  # one product instead of W shifted ones: decoding is bound by the number of calls
             y = F.silu((widen(rows) * widen(self.weight[:, 0].t())).sum(1, keepdim=True))
             return y.to(x.dtype), rows[:, 1:] if output_final_state else None
-        y = _CausalConvolution.apply(rows, self.weight)[:, past:]
+        y = _convolution(rows, self.weight)[:, past:]
         return y, rows[:, T:].clone() if output_final_state else None
 
     def _packed(
@@ -64,16 +65,24 @@ class ShortConvolution(nn.Conv1d):
         if tail is not None:
             tail_row = (cuts[:-1] + past * sequence)[:, None] + lags  # [N, past]
             rows = rows.index_copy(0, tail_row.flatten(), tail.flatten(0, 1))
-        y = _CausalConvolution.apply(rows[None], self.weight)[:, token_row]
+        y = _convolution(rows[None], self.weight)[:, token_row]
         last_row = (cuts[1:] + past * sequence)[:, None] + lags
         return y, rows[last_row] if output_final_state else None  # [1, T, D], [N, past, D]
 
 
+def _convolution(x: Tensor, weight: Tensor) -> Tensor:  # [B, T, D], [D, 1, W]
+    """The convolution of rows that start from zeros, in float32 at least."""
+    if not watched.by_transforms():
+        return _CausalConvolution.apply(x, weight)
+    padded = F.pad(widen(x).mT, (weight.shape[2] - 1, 0))
+    return F.silu(F.conv1d(padded, widen(weight), groups=len(weight)).mT).to(x.dtype)
+
+
 class _CausalConvolution(torch.autograd.Function):
-    """The convolution of rows that start from zeros, in float32 at least; keeps only its inputs."""
+    """The same, keeping only its inputs for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # [B, T, D], [D, 1, W]
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return F.silu(_convolve(widen(x), _taps(weight))).to(x.dtype)
 

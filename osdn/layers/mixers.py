@@ -17,6 +17,7 @@ from osdn.layers.convolution import ShortConvolution
 from osdn.layers.precision import RMSNorm, l2_normalize, widen
 from osdn.layers.preconditioner import Preconditioner, PreconditionerConfig
 from osdn.ops import checks, delta_rule, online_scaled_delta_rule
+from osdn.ops.operators import check_backend
 
 
 class MixerState(NamedTuple):
@@ -60,7 +61,11 @@ class TokenMixer(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_v_heads = num_heads, num_v_heads or num_heads
+        num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        for name in ("hidden_size", "num_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_size"):
+            checks.size(name, locals()[name])
+        check_backend(backend)
+        self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
         self.head_k_dim, self.head_v_dim, self.backend = head_k_dim, head_v_dim, backend
         if self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads is {num_v_heads}; it must be a multiple of num_heads, {num_heads}")
@@ -87,7 +92,7 @@ class TokenMixer(nn.Module):
         state: MixerState | None = None,
         *,
         cu_seqlens: Tensor | None = None,
-        output_final_state: bool = False,
+        output_final_state: bool | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Mix the tokens of `x` `[B, T, D]`, causally.
 
@@ -95,15 +100,22 @@ class TokenMixer(nn.Module):
             x: the inputs; the caller normalises them.
             state: what an earlier call returned for these sequences; None starts them.
             cu_seqlens: `[N + 1]` boundaries of N sequences packed into one row (B is 1).
-            output_final_state: whether to return the state that continues the sequences.
+            output_final_state: whether to return the state that continues the sequences; None does if one
+                was given.
 
         Returns:
             the outputs `[B, T, D]`, and the state or None.
         """
-        checks.sequence_count(cu_seqlens, x.shape[0])
+        if x.ndim != 3 or x.shape[2] != self.hidden_size:
+            raise ValueError(f"x has shape {list(x.shape)}; it must be [B, T, {self.hidden_size}]")
+        N = checks.sequence_count(cu_seqlens, x.shape[0])
         if cu_seqlens is not None and not torch.compiler.is_compiling():
             checks.boundaries(cu_seqlens, x.shape[1])
-        recurrent, scale, q_tail, k_tail, v_tail = state or (None,) * 5
+        if output_final_state is None:
+            output_final_state = state is not None
+        recurrent = scale = q_tail = k_tail = v_tail = None
+        if state is not None:
+            recurrent, scale, q_tail, k_tail, v_tail = self._checked(state, N)
         q, q_tail = self.q_conv1d(self.q_proj(x), q_tail, cu_seqlens, output_final_state)
         k, k_tail = self.k_conv1d(self.k_proj(x), k_tail, cu_seqlens, output_final_state)
         v, v_tail = self.v_conv1d(self.v_proj(x), v_tail, cu_seqlens, output_final_state)
@@ -129,6 +141,22 @@ class TokenMixer(nn.Module):
             return y, None
         assert recurrent is not None
         return y, MixerState(recurrent, scale, q_tail, k_tail, v_tail)
+
+    def _checked(self, state: MixerState, N: int) -> MixerState:
+        """The state, if it is one of N sequences of this mixer."""
+        if not isinstance(state, tuple) or len(state) != len(MixerState._fields):
+            raise ValueError(f"state is a {type(state).__name__}; it must be what an earlier call returned")
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        recurrent = (N, self.num_v_heads, self.head_k_dim, self.head_v_dim)
+        scale = None if self.preconditioner is None else recurrent[:3]
+        tails = [(N, conv.kernel_size[0] - 1, conv.in_channels) for conv in convolutions]
+        for name, x, shape in zip(MixerState._fields, state, (recurrent, scale, *tails)):
+            found = None if x is None else tuple(x.shape)
+            if found != shape:
+                raise ValueError(
+                    f"state.{name} has shape {found}; for {N} sequences of this mixer it must be {shape}"
+                )
+        return MixerState(*state)
 
     def log_decay(self, x: Tensor) -> Tensor | None:
         """The logarithm of what the state keeps of itself at each token; None keeps it all."""

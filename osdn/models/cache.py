@@ -54,10 +54,16 @@ class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 STATIC_LAYER_TYPE_MAPPING["delta_rule"] = DeltaRuleCacheLayer  # its size never grows, so it is static as well
 
 
-def check_cache(cache: Cache, num_layers: int) -> None:
-    layers = cache.layers
+def check_cache(cache: Cache, num_layers: int, batch: int) -> None:
+    layers = getattr(cache, "layers", None) or []
     if len(layers) != num_layers or not all(isinstance(layer, DeltaRuleCacheLayer) for layer in layers):
         raise ValueError(
-            f"past_key_values has layers {layers}; this model needs {num_layers} of DeltaRuleCacheLayer: "
-            f"pass DynamicCache(config=model.config)"
+            f"past_key_values is a {type(cache).__name__} with layers {layers}; this model needs "
+            f"{num_layers} of DeltaRuleCacheLayer: pass DynamicCache(config=model.config)"
+        )
+    state = layers[0].load()
+    if state is not None and len(state.recurrent) != batch:
+        raise ValueError(
+            f"past_key_values continues {len(state.recurrent)} sequences; the batch has {batch}: pass the "
+            f"same sequences, or a new DynamicCache(config=model.config)"
         )

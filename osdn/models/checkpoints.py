@@ -1,39 +1,40 @@
-"""A model and its tokenizer from a directory or hub name, whoever trained it, and a name for it."""
+"""A model and its tokenizer from a directory or hub name, whoever trained it."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from osdn.models.describe import describe
+from osdn.hub import hub_answers, patient
 from osdn.models.interchange import FORMATS, load_flash_linear_attention
-from osdn.models.modeling_osdn import OSDNForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def load_model(path: str | Path, device: str = "cpu") -> PreTrainedModel:
     """Ours, flash-linear-attention's or any other causal model; in float32 on a CPU, else as saved."""
-    settings, _ = PreTrainedConfig.get_config_dict(path)
-    if not settings:
-        raise ValueError(f"{path} is not a checkpoint: it has no config.json")
-    dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
-    if settings.get("model_type") in FORMATS:
-        model = load_flash_linear_attention(path, dtype=dtype)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
-    return model.to(device).eval()
+    place = usable_device(device)
+    dtype = torch.float32 if place.type == "cpu" else "auto"
+    settings = saved_settings(path)
+    with patient():
+        if settings.get("model_type") in FORMATS:
+            model = load_flash_linear_attention(path, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
+    return model.to(place).eval()
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     """The tokenizer saved with a checkpoint."""
+    from transformers import AutoTokenizer  # half a second, of no use to those who only build a model
+
+    if not any(Path(path).glob("tokenizer*")):
+        saved_settings(path)  # which says what is wrong with the path, if anything is
     try:
-        return AutoTokenizer.from_pretrained(path)
+        with patient():
+            return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{path} has no tokenizer that can be loaded; save the one it was trained with there "
@@ -41,7 +42,32 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def model_name(model: nn.Module, path: str) -> str:
-    """The preset a model was made from, or the last part of its path."""
-    preset = describe(model).preset if isinstance(model, OSDNForCausalLM) else None
-    return preset or path.rstrip("/").rpartition("/")[2]
+def saved_settings(path: str | Path) -> dict[str, Any]:
+    """The contents of a checkpoint's config.json."""
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        run = (folder / "model" / "config.json").is_file()
+        hint = f"; it is a run, and its model is {folder / 'model'}" if run else ""
+        raise ValueError(f"{path} is not a checkpoint: it has no config.json{hint}")
+    with patient():
+        try:
+            settings, _ = PreTrainedConfig.get_config_dict(path)
+        except OSError as error:
+            if folder.exists() or hub_answers():
+                raise
+            message = f"there is no directory {path}, it is not cached, and the hub cannot be reached"
+            raise FileNotFoundError(message) from error
+    if not settings:
+        raise ValueError(f"{path} is not a checkpoint: it has no config.json")
+    return settings
+
+
+def usable_device(name: str) -> torch.device:
+    """A device by its name, if it is there."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        there = f"cpu, cuda:0 to cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"
+        raise ValueError(f"device is {name!r}, which cannot be used here; there is {there}") from error
+    return device

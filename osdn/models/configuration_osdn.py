@@ -4,11 +4,14 @@ A configuration that cannot be built is refused here, with the reason, before an
 """
 
 from dataclasses import asdict, fields
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, PreconditionerConfig, TokenMixer
+from osdn.ops import checks
+from osdn.ops.operators import check_backend
 
 MIXERS: dict[str, type[TokenMixer]] = {
     "delta_net": DeltaNet,
@@ -71,6 +74,12 @@ class OSDNConfig(PreTrainedConfig):
                 f"{', '.join(misplaced)} must be set inside preconditioner={{...}}; "
                 f"without a preconditioner there is no scale to apply it to"
             )
+        for alias in kwargs.keys() & self.attribute_map.keys():  # before sizes are derived from them
+            setattr(self, alias, kwargs.pop(alias))
+        # `transformers` keeps what it does not know, as a later version's fields; not what is only misspelt.
+        for name in kwargs:
+            if meant := get_close_matches(name, self.own_fields(), 1, cutoff=0.7):
+                raise ValueError(f"there is no field {name}; did you mean {meant[0]}?")
         self._check_sizes()
         if self.head_k_dim is None:
             if self.hidden_size % self.num_heads:
@@ -98,6 +107,7 @@ class OSDNConfig(PreTrainedConfig):
         self._check_sizes()
         if self.backbone not in MIXERS:
             raise ValueError(f"backbone is {self.backbone!r}; it must be one of {', '.join(MIXERS)}")
+        check_backend(self.backend)
         if self.num_v_heads % self.num_heads:
             raise ValueError(
                 f"num_v_heads is {self.num_v_heads}; it must be a multiple of num_heads, {self.num_heads}"
@@ -119,11 +129,14 @@ class OSDNConfig(PreTrainedConfig):
             "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "num_v_heads", "head_k_dim",
             "head_v_dim", "intermediate_size", "conv_size",
         ):  # fmt: skip
-            size = getattr(self, name)
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name} is {size!r}; it must be a positive whole number")
+            if getattr(self, name) is not None:
+                checks.size(name, getattr(self, name))
         if not self.norm_eps > 0:
             raise ValueError(f"norm_eps is {self.norm_eps}; it must be positive")
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"pad_token_id is {self.pad_token_id}; it must be below vocab_size, {self.vocab_size}"
+            )
 
     @property
     def layer_types(self) -> list[str]:
@@ -151,4 +164,14 @@ class OSDNConfig(PreTrainedConfig):
 
         if name not in PRESETS:
             raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+        known = {field.name for field in fields(cls)} | cls.attribute_map.keys()
+        if unknown := sorted(overrides.keys() - known):
+            raise ValueError(
+                f"there is no field {', '.join(unknown)}; there are {', '.join(cls.own_fields())}"
+            )
         return cls(**(PRESETS[name] | overrides))
+
+    @classmethod
+    def own_fields(cls) -> list[str]:
+        """The fields that are not those of every model."""
+        return [field.name for field in fields(cls) if field.name in cls.__annotations__]

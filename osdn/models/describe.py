@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from osdn.models.checkpoints import saved_settings
 from osdn.models.configuration_osdn import OSDNConfig
+from osdn.models.interchange import FORMATS, config_from_flash_linear_attention
 from osdn.models.modeling_osdn import OSDNForCausalLM
 from osdn.models.presets import PRESETS
 
@@ -109,10 +111,22 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
     )
 
 
+def model_name(model: nn.Module, path: str) -> str:
+    """The preset a model was made from, or the last part of its path."""
+    preset = describe(model).preset if isinstance(model, OSDNForCausalLM) else None
+    return preset or path.rstrip("/").rpartition("/")[2]
+
+
 def _config(name: str | Path) -> OSDNConfig:
-    if str(name) not in PRESETS and Path(name).is_dir():
-        return OSDNConfig.from_pretrained(name)
-    return OSDNConfig.from_preset(str(name))
+    if str(name) in PRESETS or not Path(name).is_dir():
+        return OSDNConfig.from_preset(str(name))
+    settings = saved_settings(name)
+    kind = settings.get("model_type")
+    if kind in FORMATS:
+        return config_from_flash_linear_attention(settings)
+    if kind != OSDNConfig.model_type:
+        raise ValueError(f"{name} holds a model of type {kind!r}; this describes osdn, {', '.join(FORMATS)}")
+    return OSDNConfig.from_pretrained(name)
 
 
 def _forward_flops(model: OSDNForCausalLM, config: OSDNConfig) -> int:

@@ -24,9 +24,10 @@ from osdn.layers.precision import RMSNorm, widen
 from osdn.layers.preconditioner import Preconditioner, Retention
 from osdn.models.cache import check_cache
 from osdn.models.configuration_osdn import MIXERS, OSDNConfig
-from osdn.ops import checks
+from osdn.ops import checks, watched
 
 IGNORED_LABEL = -100
+LABELS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 LOGITS_AT_ONCE = 2**25  # 128 MiB in float32: enough rows for a fast matrix product, whatever the batch
 
 
@@ -125,16 +126,23 @@ class OSDNModel(OSDNPreTrainedModel):
             past_key_values: the cache of earlier tokens, `DynamicCache(config=model.config)`.
             cu_seqlens: `[N + 1]` boundaries of sequences packed into one row; also as `cu_seq_lens_q`.
         """
-        if (input_ids is None) == (inputs_embeds is None):
+        if input_ids is not None and inputs_embeds is None:
+            if input_ids.ndim != 2:
+                raise ValueError(f"input_ids has shape {list(input_ids.shape)}; it must be [B, T]")
+            x = self.embeddings(input_ids)
+        elif inputs_embeds is not None and input_ids is None:
+            if inputs_embeds.ndim != 3:
+                raise ValueError(f"inputs_embeds has shape {list(inputs_embeds.shape)}; it must be [B, T, D]")
+            x = inputs_embeds
+        else:
             raise ValueError("pass either input_ids or inputs_embeds")
-        x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        B, T, _ = x.shape
+        B, T, D = x.shape
         if cu_seqlens is None:
             cu_seqlens = kwargs.get("cu_seq_lens_q")
         tokens, cu_seqlens, packed = _layout(B, T, attention_mask, position_ids, cu_seqlens)
-        past_key_values = self._cache(past_key_values, use_cache, packed)
+        past_key_values = self._cache(past_key_values, use_cache, packed, B)
         if cu_seqlens is not None:  # one row of all sequences
-            x = x.reshape(1, B * T, -1) if tokens is None else x.flatten(0, 1)[tokens][None]
+            x = x.reshape(1, B * T, D) if tokens is None else x.flatten(0, 1)[tokens][None]
 
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -153,7 +161,7 @@ class OSDNModel(OSDNPreTrainedModel):
             hidden_states=(*hidden, x) if output_hidden_states else None,
         )
 
-    def _cache(self, cache: Cache | None, use_cache: bool | None, packed: bool) -> Cache | None:
+    def _cache(self, cache: Cache | None, use_cache: bool | None, packed: bool, B: int) -> Cache | None:
         if packed:
             if cache is not None or use_cache:
                 raise ValueError("a packed row cannot be cached: pass its sequences as a padded batch")
@@ -163,7 +171,7 @@ class OSDNModel(OSDNPreTrainedModel):
                 use_cache = self.config.use_cache and not self.training
             cache = DynamicCache(config=self.config) if use_cache else None
         if cache is not None:
-            check_cache(cache, len(self.layers))
+            check_cache(cache, len(self.layers), B)
         return cache
 
 
@@ -221,11 +229,13 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
         )
         hidden_states = outputs.last_hidden_state
         loss = logits = None
-        shift_labels = kwargs.get(
-            "shift_labels"
-        )  # no argument of its own: `Trainer` would ask every batch for it
-        if labels is not None and shift_labels is None:
-            shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+        # It has no argument of its own: `Trainer` would ask every batch for it.
+        shift_labels = kwargs.get("shift_labels")
+        if shift_labels is not None:
+            _check_labels("shift_labels", shift_labels, hidden_states.shape[:2])
+        elif labels is not None:
+            _check_labels("labels", labels, hidden_states.shape[:2])
+            shift_labels = F.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
         if shift_labels is not None:
             loss = self._loss(hidden_states, shift_labels, num_items_in_batch)
         if skip_logits is None:
@@ -241,10 +251,10 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
 
     def _loss(self, hidden_states: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
         """Cross-entropy of the labels, summed and divided by their number or by `num_items`."""
-        labels = labels.flatten().to(hidden_states.device)
+        labels = labels.flatten().to(hidden_states.device, torch.int64)
         x = hidden_states.flatten(0, 1)
         weight = self.lm_head.weight
-        if type(self.lm_head) is nn.Linear and not weight.is_meta:
+        if type(self.lm_head) is nn.Linear and not weight.is_meta and not watched.by_transforms():
             if torch.is_autocast_enabled(x.device.type):
                 dtype = torch.get_autocast_dtype(x.device.type)
                 x, weight = x.to(dtype), weight.to(dtype)
@@ -257,12 +267,21 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
             loss = F.linear_cross_entropy(
                 x, weight, labels, reduction=reduction, ignore_index=IGNORED_LABEL, options=options
             )
-        else:  # an adapter wraps the head, or it is offloaded: only calling it gives its logits
+        else:  # an adapter wraps the head, it is offloaded or transformed: only calling it gives its logits
             loss = F.cross_entropy(
                 widen(self.lm_head(x)), labels, reduction="sum", ignore_index=IGNORED_LABEL
             )
         loss = loss.sum(dtype=torch.promote_types(loss.dtype, torch.float32))
         return loss / ((labels != IGNORED_LABEL).sum() if num_items is None else num_items)
+
+
+def _check_labels(name: str, labels: Tensor, shape: torch.Size) -> None:
+    if labels.shape != shape:
+        raise ValueError(
+            f"{name} has shape {list(labels.shape)}; it must be that of the tokens, {list(shape)}"
+        )
+    if labels.dtype not in LABELS:
+        raise ValueError(f"{name} has dtype {labels.dtype}; it must hold whole numbers")
 
 
 def _layout(
@@ -275,9 +294,6 @@ def _layout(
         when these tokens are laid end to end, None if the batch is a plain one; whether a row of the batch
         holds several sequences.
     """
-    if cu_seqlens is not None:
-        checks.sequence_count(cu_seqlens, B)
-        return None, cu_seqlens, True
     tokens = cuts = None
     if attention_mask is not None:
         if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
@@ -286,10 +302,21 @@ def _layout(
                 f"it must be [{B}, {T} or more], 0 at padding"
             )
         mask = attention_mask[:, -T:] != 0
-        if not bool(mask.all()):
+        if not mask.is_meta and not bool(mask.all()):
             tokens, cuts = mask.flatten().nonzero()[:, 0], F.pad(mask.sum(1).cumsum(0), (1, 0))
-    if T > 1 and position_ids is not None and position_ids.shape == (B, T):
-        positions = position_ids.flatten()
+    if cu_seqlens is not None:
+        checks.sequence_count(cu_seqlens, B)
+        if tokens is not None:
+            raise ValueError(
+                "cu_seqlens packs a row without padding; attention_mask must be None or all ones"
+            )
+        return None, cu_seqlens, True
+    if T > 1 and position_ids is not None:
+        if position_ids.shape not in ((B, T), (1, T)):
+            raise ValueError(
+                f"position_ids has shape {list(position_ids.shape)}; it must be [{B}, {T}] or [1, {T}]"
+            )
+        positions = position_ids.expand(B, T).flatten()
         rows = torch.arange(B, device=positions.device).repeat_interleave(T)
         if tokens is not None:
             positions, rows = positions[tokens], rows[tokens]
@@ -305,4 +332,4 @@ def _spread(x: Tensor, tokens: Tensor | None, B: int, T: int) -> Tensor:
     """Tokens back at their places in the batch, zeros at padding."""
     if tokens is not None:
         x = x.new_zeros(B * T, x.shape[-1]).index_copy(0, tokens, x[0])
-    return x.reshape(B, T, -1)
+    return x.reshape(B, T, x.shape[-1])

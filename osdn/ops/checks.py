@@ -5,6 +5,7 @@ the values in `cu_seqlens` are checked by `boundaries` when a backend runs.
 """
 
 from itertools import pairwise
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -75,11 +76,16 @@ def number(name: str, x: Any, least: float = -LARGEST) -> float:
     """`x` as a float that float32 can hold, whatever dtype will meet it."""
     if type(x) is float and least <= x <= LARGEST:
         return x
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
+    if isinstance(x, bool) or not isinstance(x, (int, float, Real)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    if not least <= x <= LARGEST:
+    if not least <= float(x) <= LARGEST:
         raise ValueError(f"{name} is {x}; it must be between {least:g} and {LARGEST:g}")
     return float(x)
+
+
+def size(name: str, x: Any) -> None:
+    if isinstance(x, bool) or not isinstance(x, int) or x < 1:
+        raise ValueError(f"{name} is {x!r}; it must be a positive whole number")
 
 
 def flag(name: str, x: Any) -> None:

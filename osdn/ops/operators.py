@@ -190,6 +190,12 @@ def online_scaled_delta_rule(
     return _cast(o, out_dtype), final_state if output_final_state else None, final_scale
 
 
+def check_backend(backend: Any) -> None:
+    """Refuse what is no backend's name."""
+    if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
+        raise ValueError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(BACKENDS)}')
+
+
 @torch.compiler.assume_constant_result  # it runs a compiler, which must not be traced
 def _compiled() -> bool:
     return cpu.available()
@@ -213,8 +219,7 @@ def _select(backend: str, k: Tensor) -> ModuleType:
             and _launchable(device.type)
         ):
             backend = "triton"
-    if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(BACKENDS)}')
+    check_backend(backend)
     if transformed and backend in ("cpu", "triton"):
         raise ValueError(
             f'backend="{backend}" knows neither torch.func nor forward-mode differentiation; '

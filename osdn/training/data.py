@@ -20,6 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from osdn.hub import hub_answers, patient
+
 END_OF_TEXT = "<|endoftext|>"
 FORMATS = {
     ".parquet": "parquet",
@@ -82,8 +84,11 @@ def load_source(
         raise FileNotFoundError(f"data.source is {source}, and there is no such file or directory")
     else:
         try:
-            data = load_dataset(source, name, split=split, streaming=streaming)
-        except ConnectionError as error:
+            with patient():
+                data = load_dataset(source, name, split=split, streaming=streaming)
+        except OSError as error:
+            if hub_answers():
+                raise
             raise ConnectionError(
                 f"data.source is {source}: there is no such file or directory, and the hub cannot be reached "
                 f"({error})"
@@ -137,7 +142,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
         raise FileNotFoundError(f"data.tokenizer is {name}, and there is no such directory")
     try:
-        return AutoTokenizer.from_pretrained(Path(name).expanduser() if name.startswith("~") else name)
+        with patient():
+            return AutoTokenizer.from_pretrained(Path(name).expanduser() if name.startswith("~") else name)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"data.tokenizer is {name}, which could not be loaded: {error}\n"

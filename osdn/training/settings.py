@@ -121,9 +121,12 @@ class Settings:
 def load_settings(path: str | Path, replacements: Sequence[str] = ()) -> Settings:
     """Read a YAML file; `replacements` are of the form "training.steps=100", their values YAML as well."""
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        with Path(path).open(encoding="utf-8") as file:
+            content = yaml.safe_load(file)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no config {path}") from None
+    except IsADirectoryError:
+        raise IsADirectoryError(f"{path} is a directory; name a config in it") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(content, dict):

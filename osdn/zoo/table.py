@@ -15,12 +15,14 @@ against an independent statement of it: attention with a mask, a convolution by 
 `osdn zoo --markdown`.
 
 ```python
+import torch
 from osdn import OSDNConfig
 from osdn.zoo import RECURRENCES, RecurrentMixer, causal_lm
 
 row = RECURRENCES["gla"]
-outputs, state = row.scan(inputs)             # inputs: name -> [*batch, T, axes]
-outputs, state = row.scan(more, state=state)  # continue where the last scan stopped
+inputs = {name: torch.rand(2, 100, 16) for name in row.inputs}  # q, k, v, alpha: [*batch, T, K or V]
+outputs, state = row.scan(inputs)
+outputs, state = row.scan(inputs, state=state)  # continue where the last scan stopped
 mixer = RecurrentMixer("gla", hidden_size=256, num_heads=4)  # [B, T, D] -> [B, T, D]
 model = causal_lm("gla", OSDNConfig.from_preset("delta_net-tiny"))  # a language model with these mixers
 ```

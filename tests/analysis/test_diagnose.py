@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from osdn import OSDNForCausalLM
 from osdn.analysis.capture import capture
 from osdn.analysis.diagnose import BINS, diagnose
-from osdn.analysis.prompts import Prompt, encode, find_second_reading, select, task_texts
+from osdn.analysis.prompts import Prompt, encode, file_prompts, find_second_reading, select, task_texts
 from osdn.analysis.residuals import residuals, scale_trajectory
 from osdn.cli import app
 from osdn.models import save_flash_linear_attention
@@ -183,10 +183,19 @@ def test_the_command_reads_prompts_from_a_file(checkpoints, tmp_path):
 
 
 def test_what_cannot_be_loaded_is_said_in_a_sentence(tmp_path):
+    make("osdn").save_pretrained(tmp_path)
     done = CliRunner().invoke(app, ["diagnose", str(tmp_path)])
     assert done.exit_code == 1
     assert "no tokenizer" in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("line", ["not json", "[1]", '{"task": "x"}'])
+def test_a_line_that_is_no_prompt_is_refused_by_its_number(line, tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"text": "a good one"}\n' + line + "\n")
+    with pytest.raises(ValueError, match='line 2: a prompt is an object with a string "text"'):
+        list(file_prompts(file, byte_tokenizer(), 100))
 
 
 def test_memory_does_not_grow_with_the_number_of_prompts():

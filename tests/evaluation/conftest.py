@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from osdn import hub
 from osdn.evaluation import data
 from tests.evaluation.mirror import save_llama, save_osdn, write_mirror
 
@@ -11,9 +12,11 @@ from tests.evaluation.mirror import save_llama, save_osdn, write_mirror
 def _no_hub(tmp_path_factory):
     """The hub is not there, and neither is whatever the machine has cached."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "hub_answers", lambda: False)
+        hub.hub_answers.cache_clear()
+        patch.setattr(hub.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         patch.setattr(data.datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield
+    hub.hub_answers.cache_clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

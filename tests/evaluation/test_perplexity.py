@@ -98,6 +98,11 @@ def test_perplexity_by_position_is_that_of_the_labels_there(models):
 
 def test_only_whole_blocks_are_read_and_none_is_an_error(models):
     assert [len(ids) for ids in blocks(["ab", "abc", "abcdefg"], BYTES, 3)] == [0, 1, 2]
+    one, among = (
+        position_perplexity(models["osdn"], BYTES, texts, 1, 2048, block=100)
+        for texts in (["b" * 100], ["short", "a" * 99, "b" * 100, "c" * 100])
+    )
+    assert one == among  # the first text that has a block counts, not the first
     with pytest.raises(ValueError, match="none of the texts has 20,480 tokens"):
         position_perplexity(models["osdn"], BYTES, ["too short"], 1, 4096)
 

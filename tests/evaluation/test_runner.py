@@ -299,7 +299,7 @@ def test_the_window_and_the_number_that_it_cut_are_reported(osdn, mirror, tmp_pa
 
 def test_the_tables_name_the_same_model_as_the_preset(tmp_path):
     from osdn import OSDNConfig, OSDNForCausalLM
-    from osdn.models.checkpoints import model_name
+    from osdn.models.describe import model_name
 
     OSDNForCausalLM(OSDNConfig.from_preset("gdn-tiny")).save_pretrained(tmp_path)
     assert model_name(load_model(str(tmp_path)), str(tmp_path)) == "gdn-tiny"

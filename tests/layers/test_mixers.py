@@ -206,7 +206,48 @@ def test_decay_parameters_start_in_their_ranges():
         assert 0.007 < steps.log().mean().exp() < 0.013  # log-uniform: its middle is 0.01
 
 
+def test_a_state_given_is_continued_and_returned_unless_declined():
+    mixer = make(DeltaNet, {})
+    x = torch.randn(2, 6, 20, dtype=torch.float64)
+    whole, none = mixer(x)
+    assert none is None
+    parts, state = [], None
+    for t in range(6):
+        y, state = mixer(x[:, t : t + 1], state, output_final_state=True if state is None else None)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    assert mixer(x, state, output_final_state=False)[1] is None
+
+
+def test_a_state_of_other_sequences_or_another_mixer_is_refused():
+    x = torch.randn(2, 6, 20, dtype=torch.float64)
+    plain, scaled = make(DeltaNet), make(DeltaNet, {})
+    state, with_scale = (mixer(x, output_final_state=True)[1] for mixer in (plain, scaled))
+    with pytest.raises(ValueError, match=r"state.recurrent has shape \(2, .* for 1 sequences .* be \(1, "):
+        plain(x[:1], state)
+    with pytest.raises(ValueError, match=r"state.recurrent has shape \(2, .* for 3 sequences"):
+        plain(x[:1], state, cu_seqlens=torch.tensor([0, 1, 2, 6]))
+    with pytest.raises(ValueError, match=r"state.scale has shape None"):
+        scaled(x, state)
+    with pytest.raises(ValueError, match=r"state.scale has shape \(2, .*must be None"):
+        plain(x, with_scale)
+    with pytest.raises(ValueError, match="state is a dict"):
+        plain(x, {})
+
+
+@pytest.mark.parametrize("name", ["num_heads", "num_v_heads", "head_k_dim", "conv_size"])
+def test_sizes_of_zero_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be a positive whole number"):
+        make(GatedDeltaNet, **{name: 0})
+
+
 def test_wrong_arguments_are_refused_with_the_reason():
+    with pytest.raises(ValueError, match=r"x has shape \[5, 20\]; it must be \[B, T, 20\]"):
+        make(DeltaNet)(torch.randn(5, 20, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"x has shape \[1, 5, 3\]"):
+        make(DeltaNet)(torch.randn(1, 5, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="backend is 'gpu'"):
+        make(DeltaNet, backend="gpu")
     with pytest.raises(ValueError, match="num_v_heads is 3; it must be a multiple of num_heads, 2"):
         make(GatedDeltaNet, num_v_heads=3)
     with pytest.raises(ValueError, match="in KDA it must be num_heads"):

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, GPT2Config
 from typer.testing import CliRunner
 
-from osdn import PRESETS, OSDNConfig, OSDNForCausalLM, describe
+from osdn import PRESETS, OSDNConfig, OSDNForCausalLM, describe, save_flash_linear_attention
 from osdn.cli import app
 from osdn.layers import PreconditionerConfig
 
@@ -32,6 +32,10 @@ FAMILIES = {
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a positive whole number"),
         ({"head_k_dim": 2.5}, "head_k_dim is 2.5"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
+        ({"pad_token_id": 32_000}, "pad_token_id is 32000; it must be below vocab_size"),
+        ({"backend": "gpu"}, "backend is 'gpu'"),
+        ({"hiden_size": 64}, "no field hiden_size; did you mean hidden_size"),
+        ({"num_layers": 2}, "no field num_layers; did you mean num_hidden_layers"),
         ({"preconditioner": {"eta": -1.0}}, "eta is -1.0"),
         ({"preconditioner": {"bounds": (2, 1)}}, "lower bound must not exceed"),
         ({"preconditioner": {"retention": "tied"}}, "delta_net has none"),
@@ -49,6 +53,20 @@ def test_impossible_configurations_are_refused_at_construction_with_the_reason(s
 def test_an_unknown_preset_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match=r"no preset 'osdn-7b'; there are delta_net-340m, osdn-340m"):
         OSDNConfig.from_preset("osdn-7b")
+
+
+def test_a_preset_takes_fields_of_every_model_and_refuses_others():
+    config = OSDNConfig.from_preset("osdn-tiny", num_attention_heads=4, dtype="float32", vocab_size=300)
+    assert (config.num_heads, config.num_v_heads, config.head_k_dim, config.vocab_size) == (4, 4, 16, 300)
+    with pytest.raises(ValueError, match="no field dropout, width; there are backbone, preconditioner"):
+        OSDNConfig.from_preset("osdn-tiny", width=3, dropout=0.1)
+
+
+def test_a_configuration_of_a_later_version_keeps_what_is_not_known(tmp_path):
+    OSDNConfig.from_preset("osdn-tiny").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"something_new": 1}))
+    assert OSDNConfig.from_pretrained(tmp_path).something_new == 1
 
 
 def test_a_configuration_survives_being_saved(tmp_path):
@@ -137,6 +155,20 @@ def test_describe_counts_flops_from_the_shapes():
 def test_describe_takes_a_saved_models_directory(tmp_path):
     OSDNConfig.from_preset("oskda-apf-340m").save_pretrained(tmp_path)
     assert describe(tmp_path) == describe(str(tmp_path)) == describe("oskda-apf-340m")
+
+
+def test_describe_reads_flash_linear_attention_and_refuses_what_is_no_model(tmp_path):
+    save_flash_linear_attention(OSDNForCausalLM(OSDNConfig.from_preset("gdn-tiny")), tmp_path / "fla")
+    assert str(describe(tmp_path / "fla")) == str(describe("gdn-tiny"))
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match=r"run is not a checkpoint: it has no config.json$"):
+        describe(tmp_path / "run")
+    OSDNConfig.from_preset("gdn-tiny").save_pretrained(tmp_path / "run" / "model")
+    with pytest.raises(ValueError, match=r"it is a run, and its model is .*run/model"):
+        describe(tmp_path / "run")
+    GPT2Config().save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="holds a model of type 'gpt2'"):
+        describe(tmp_path / "other")
 
 
 def test_the_describe_command_shows_the_same_rows_or_says_what_there_is():

@@ -163,7 +163,35 @@ def test_backends_agree_and_gradients_reach_every_parameter(variant):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)])
+def test_an_empty_batch_has_empty_logits(shape):
+    for kwargs in ({}, {"use_cache": True}, {"attention_mask": torch.ones(shape)}):
+        assert make("osgdn-apf")(tokens(*shape), **kwargs).logits.shape == (*shape, 61)
+
+
+def test_positions_of_one_row_count_for_all():
+    model, ids = make("osdn"), tokens(2, 8)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    one, all_ = (model(ids, position_ids=p).logits for p in (positions, positions.expand(2, 8)))
+    assert torch.equal(one, all_)
+    assert not torch.equal(one, model(ids).logits)
+
+
 def test_inputs_that_cannot_be_are_refused_with_the_reason():
+    model, ids = make("osdn"), tokens(1, 8)
+    with pytest.raises(ValueError, match=r"input_ids has shape \[8\]; it must be \[B, T\]"):
+        model(ids[0])
+    with pytest.raises(ValueError, match=r"inputs_embeds has shape \[8, 30\]"):
+        model(inputs_embeds=torch.randn(8, 30))
+    with pytest.raises(ValueError, match=r"position_ids has shape \[1, 4\]"):
+        model(ids, position_ids=torch.arange(4)[None])
+    with pytest.raises(ValueError, match="attention_mask must be None or all ones"):
+        model(ids, attention_mask=(torch.arange(8) > 1)[None], cu_seqlens=torch.tensor([0, 3, 8]))
+    with pytest.raises(ValueError, match=r"past_key_values is a tuple.*pass DynamicCache"):
+        model(ids, past_key_values=(1, 2))
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values continues 1 sequences; the batch has 2"):
+        model(tokens(2, 1), past_key_values=cache)
     model, ids = make("osdn"), tokens(2, 5)
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()

@@ -40,6 +40,21 @@ def test_the_loss_and_its_gradients_are_the_cross_entropy(rows, tied, monkeypatc
         torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("shape", [(2, 16), (4, 8), (4, 4), (2, 7), (16,)])
+def test_labels_of_another_shape_are_refused(shape):
+    model, ids = make("osdn"), tokens(2, 8)
+    for name in ("labels", "shift_labels"):
+        with pytest.raises(ValueError, match=rf"{name} has shape .*must be that of the tokens, \[2, 8\]"):
+            model(ids, **{name: tokens(*shape)})
+
+
+def test_labels_are_whole_numbers_of_any_size():
+    model, ids = make("osdn"), tokens(2, 8)
+    assert model(ids, labels=ids.int()).loss == model(ids, labels=ids).loss
+    with pytest.raises(ValueError, match=r"labels has dtype torch.float32; it must hold whole numbers"):
+        model(ids, labels=ids.float())
+
+
 def test_the_loss_is_divided_by_the_number_of_items_the_trainer_counted():
     model, ids = make("osdn"), tokens(2, 7)
     mean = model(ids, labels=ids).loss
@@ -138,6 +153,21 @@ def test_a_compiled_model_gives_the_same_loss_and_gradients(variant):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for name, grad in gradients(loss, model).items():
         torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("variant", ["osdn-apf", "osgdn-apf", "oskda"])
+def test_gradients_of_single_samples_by_function_transforms(variant):
+    model, ids = make(variant).double(), tokens(3, 10)
+    weights = dict(model.named_parameters())
+
+    def loss(weights, row):
+        labels = {"labels": row[None], "use_cache": False}
+        return torch.func.functional_call(model, weights, (row[None],), labels).loss
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, ids)
+    for i, row in enumerate(ids):
+        for name, want in gradients(model(row[None], labels=row[None]).loss, model).items():
+            torch.testing.assert_close(each[name][i], want, rtol=1e-9, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("variant", ["osdn-apf", "osgdn-apf", "kda"])

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osdn.analysis.capture import capture
 from osdn.analysis.theory import token_local as tok
 from osdn.analysis.theory.check import Check, merge
 from osdn.analysis.theory.runs import Problem
+from osdn.models.checkpoints import load_model, load_tokenizer
 
 
 def problems_of(model: nn.Module, **inputs: Any) -> list[Problem]:
@@ -38,10 +38,10 @@ def model_statements(problems: list[Problem]) -> list[Check]:
 
 def statements_of(path: str | Path, sequences: int = 4, length: int = 256) -> list[Check]:
     """The statements on the keys and gates of a saved model as it reads Python's own documentation."""
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    tokenizer, model = load_tokenizer(path), load_model(path)
     # runs of blanks repeat one key until its residual is rounding error, where no ratio can be measured
     text = " ".join(" ".join(topics.topics.values()).split())
-    ids = AutoTokenizer.from_pretrained(path)(text[: 20 * sequences * length], return_tensors="pt").input_ids
+    ids = tokenizer(text[: 20 * sequences * length], return_tensors="pt").input_ids
     return model_statements(
         problems_of(model, input_ids=ids[0, : sequences * length].view(sequences, length))
     )

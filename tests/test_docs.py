@@ -1,0 +1,32 @@
+"""The Python blocks of the README and of the pages run, and their links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = {
+    f"{page.name} {i}": block
+    for page in PAGES
+    for i, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_examples_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(BLOCKS[name], name, "exec"), {})
+
+
+def test_the_readme_and_the_models_page_have_examples():
+    assert sum(name.startswith("README.md") for name in BLOCKS) >= 3
+    assert sum(name.startswith("models.md") for name in BLOCKS) >= 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_that_are_there(page):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing

@@ -78,7 +78,7 @@ def number(name: str, x: Any, least: float = -LARGEST) -> float:
         return x
     if isinstance(x, bool) or not isinstance(x, (int, float, Real)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    if not least <= float(x) <= LARGEST:
+    if not least <= x <= LARGEST:  # type: ignore[operator]
         raise ValueError(f"{name} is {x}; it must be between {least:g} and {LARGEST:g}")
     return float(x)
 

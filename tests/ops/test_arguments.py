@@ -3,6 +3,7 @@
 import inspect
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -193,3 +194,10 @@ def test_junk_is_computed_or_refused(operator, backend, data):
     except (ValueError, TypeError):
         return
     assert all(x is None or isinstance(x, torch.Tensor) for x in outputs)
+
+
+def test_numbers_of_numpy_are_numbers():
+    k, beta = torch.randn(1, 3, 1, 4), torch.rand(1, 3, 1)
+    got = precondition_keys(k, beta, eta=np.float64(0.25), bounds=(np.float32(0.5), np.int64(2)))
+    want = precondition_keys(k, beta, eta=0.25, bounds=(0.5, 2.0))
+    assert torch.equal(got[0], want[0])

@@ -161,6 +161,12 @@ def train(settings: Settings) -> Path:
     config, tokenizer = settings.model_config(), load_tokenizer(settings.data.tokenizer)
     check_vocabulary(config, tokenizer)
     check_memory(config, settings, arguments.device, devices)
+    if settings.optimizer.warmup_steps >= settings.training.steps and arguments.process_index == 0:
+        logger.warning(
+            "optimizer.warmup_steps is %d: training.steps, %d, end before the learning rate has risen",
+            settings.optimizer.warmup_steps,
+            settings.training.steps,
+        )
     with arguments.main_process_first():
         pieces = load_pieces(settings, tokenizer)
     disable_progress_bar()  # of the library's saving and loading

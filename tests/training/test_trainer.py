@@ -144,7 +144,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_silently_started_anew(wr
 
 
 def test_a_finished_run_is_left_alone_and_another_is_not_mixed_with_it(write_config, tmp_path, caplog):
-    train(load_settings(write_config(training={"steps": 2})))
+    with caplog.at_level(logging.WARNING):
+        train(load_settings(write_config(training={"steps": 2})))
+    assert "optimizer.warmup_steps is 3: training.steps, 2, end before" in caplog.text
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     with caplog.at_level(logging.WARNING):
         train(load_settings(write_config(training={"steps": 2}), ["logging.every=5"]))

@@ -39,6 +39,8 @@ class ShortConvolution(nn.Conv1d):
         Returns the outputs `[B, T, D]`, and the tail that continues them if asked for.
         """
         past = self.kernel_size[0] - 1
+        if tail is not None:
+            tail = tail.to(x.dtype)  # it may come from another precision, as from autocast
         if cu_seqlens is not None:
             return self._packed(x, tail, cu_seqlens, output_final_state)
         if tail is None and not output_final_state:

@@ -106,6 +106,7 @@ class TokenMixer(nn.Module):
         Returns:
             the outputs `[B, T, D]`, and the state or None.
         """
+        checks.dense("x", x, "[B, T, D]")
         if x.ndim != 3 or x.shape[2] != self.hidden_size:
             raise ValueError(f"x has shape {list(x.shape)}; it must be [B, T, {self.hidden_size}]")
         N = checks.sequence_count(cu_seqlens, x.shape[0])

@@ -8,6 +8,7 @@ layer counts them itself.  It registers under the layer type "delta_rule", so th
 
 from typing import Any
 
+import torch
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, LinearAttentionLayer
 
 from osdn.layers import MixerState
@@ -26,11 +27,18 @@ class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     def load(self) -> MixerState | None:
         if not self.has_previous_state[0]:
             return None
-        scale = self.recurrent_states[1]
-        return MixerState(self.recurrent_states[0], scale, *(self.conv_states[i] for i in range(3)))
+        states = [*(self.recurrent_states[i] for i in range(2)), *(self.conv_states[i] for i in range(3))]
+        if torch.is_grad_enabled():  # a backward reads what the next `update` writes over
+            states = [None if x is None else x.clone() for x in states]
+        return MixerState(*states)
 
     def update(self, state: MixerState) -> None:
         """Keep a copy of `state`, at an address that does not change; no gradient flows through it."""
+        if not torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+            for states in (self.recurrent_states, self.conv_states):
+                for i in range(len(states)):
+                    if states[i] is not None and states[i].is_inference():  # which nothing may change now
+                        states[i] = states[i].clone()
         for i, x in enumerate((state.recurrent, state.scale)):
             if x is not None:
                 self.update_recurrent_state(x.detach(), i)

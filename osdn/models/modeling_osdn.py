@@ -166,6 +166,13 @@ class OSDNModel(OSDNPreTrainedModel):
             if cache is not None or use_cache:
                 raise ValueError("a packed row cannot be cached: pass its sequences as a padded batch")
             return None
+        if self.training and self.gradient_checkpointing:  # a layer that is run twice must not be told of it
+            if cache is not None:
+                raise ValueError(
+                    "gradient checkpointing cannot continue from past_key_values; "
+                    "call gradient_checkpointing_disable() or pass None"
+                )
+            return None
         if cache is None:
             if use_cache is None:
                 use_cache = self.config.use_cache and not self.training
@@ -254,7 +261,7 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
         labels = labels.flatten().to(hidden_states.device, torch.int64)
         x = hidden_states.flatten(0, 1)
         weight = self.lm_head.weight
-        if type(self.lm_head) is nn.Linear and not weight.is_meta and not watched.by_transforms():
+        if _is_its_weight(self.lm_head) and not watched.by_transforms():
             if torch.is_autocast_enabled(x.device.type):
                 dtype = torch.get_autocast_dtype(x.device.type)
                 x, weight = x.to(dtype), weight.to(dtype)
@@ -267,12 +274,22 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
             loss = F.linear_cross_entropy(
                 x, weight, labels, reduction=reduction, ignore_index=IGNORED_LABEL, options=options
             )
-        else:  # an adapter wraps the head, it is offloaded or transformed: only calling it gives its logits
+        else:  # only calling the head gives its logits
             loss = F.cross_entropy(
                 widen(self.lm_head(x)), labels, reduction="sum", ignore_index=IGNORED_LABEL
             )
         loss = loss.sum(dtype=torch.promote_types(loss.dtype, torch.float32))
         return loss / ((labels != IGNORED_LABEL).sum() if num_items is None else num_items)
+
+
+def _is_its_weight(head: nn.Module) -> bool:
+    """Whether a head is a product with its weight and no more: not adapted, hooked, pruned or offloaded."""
+    return (
+        type(head) is nn.Linear
+        and head.bias is None
+        and not head.weight.is_meta
+        and not (head._forward_hooks or head._forward_pre_hooks)
+    )
 
 
 def _check_labels(name: str, labels: Tensor, shape: torch.Size) -> None:

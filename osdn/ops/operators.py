@@ -4,6 +4,7 @@ A backend is a module with `precondition_keys` and `delta_rule` (and `online_sca
 one fused pass) over tensors of one floating dtype; `triton` takes queries, keys and values of 16 bits too.
 """
 
+from numbers import Real
 from types import ModuleType
 from typing import Any
 
@@ -197,8 +198,8 @@ def check_backend(backend: Any) -> None:
 
 
 @torch.compiler.assume_constant_result  # it runs a compiler, which must not be traced
-def _compiled() -> bool:
-    return cpu.available()
+def _compiled(dtype: torch.dtype = torch.float32) -> bool:
+    return cpu.available(dtype)
 
 
 @torch.compiler.assume_constant_result
@@ -210,7 +211,7 @@ def _select(backend: str, k: Tensor) -> ModuleType:
     device, transformed = k.device, watched.by_transforms()
     if backend == "auto":
         backend = "chunkwise"
-        if device.type == "cpu" and not transformed and _compiled():
+        if device.type == "cpu" and not transformed and _compiled(_compute_dtype(k)):
             backend = "cpu"
         elif (
             device.type == "cuda"
@@ -228,7 +229,7 @@ def _select(backend: str, k: Tensor) -> ModuleType:
     if backend == "cpu":
         if device.type != "cpu":
             raise ValueError(f'backend="cpu" needs tensors on the CPU; they are on {device}')
-        if not _compiled():
+        if not _compiled(_compute_dtype(k)):
             backend = "chunkwise"  # the reason was given when the compilation was tried
     if backend == "triton" and not _launchable(device.type):
         raise ValueError(
@@ -283,7 +284,7 @@ def _log_decay(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torc
 def _retention(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> float | Tensor:
     if x is None:
         return 1.0
-    if isinstance(x, (int, float)):
+    if isinstance(x, (int, float, Real)):
         return checks.number("retention", x, 0)
     _per_head_or_channel("retention", x, shape, device)
     return _cast(x, dtype)

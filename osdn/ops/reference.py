@@ -32,7 +32,9 @@ def scan_scale(
         d = r * d + eta * b * (1 - b * (d * k2).sum(-1, keepdim=True)) / n * k2
         if bounds is not None:
             d = d.clamp(*bounds)
-    return torch.stack(write_keys, 1) if write_keys else torch.zeros_like(k), d
+    if not write_keys:
+        return torch.zeros_like(k), d.clone()
+    return torch.stack(write_keys, 1), d
 
 
 def scan_state(
@@ -53,7 +55,9 @@ def scan_state(
         u = beta[:, t, :, None] * (v[:, t] - _read(S, k[:, t]))  # [B, H, V]
         S = S + write_keys[:, t, :, :, None] * u[:, :, None, :]
         outputs.append(scale * _read(S, q[:, t]))
-    return torch.stack(outputs, 1) if outputs else torch.zeros_like(v), S
+    if not outputs:
+        return torch.zeros_like(v), S.clone()
+    return torch.stack(outputs, 1), S
 
 
 def precondition_keys(

@@ -14,8 +14,8 @@ def by_autograd(arguments: Iterable[Any]) -> bool:
 
 
 def by_others(arguments: Iterable[Any]) -> bool:
-    """A compiler, a dispatch mode or a tensor subclass: some have no memory that a kernel could read."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+    """A compiler, a tracer, a dispatch mode or a tensor subclass: some have no memory a kernel could read."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
         return True
     return any(isinstance(x, Tensor) and type(x) is not Tensor for x in arguments)
 
@@ -23,3 +23,9 @@ def by_others(arguments: Iterable[Any]) -> bool:
 def by_transforms() -> bool:
     """`torch.func` (vmap, jvp, ...) or forward-mode differentiation, of which kernels know nothing."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def refuse_batched(backend: str, grads: Iterable[Any]) -> None:
+    """Of gradients that `is_grads_batched` or `vectorize` stacks, a kernel's backward would see one."""
+    if any(isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x) for x in grads):
+        raise RuntimeError(f'backend="{backend}" has no batched gradients; use backend="chunkwise" for them')

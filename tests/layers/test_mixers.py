@@ -219,6 +219,17 @@ def test_a_state_given_is_continued_and_returned_unless_declined():
     assert mixer(x, state, output_final_state=False)[1] is None
 
 
+@pytest.mark.parametrize("cuts", [None, torch.tensor([0, 2, 6])])
+def test_a_state_of_another_precision_is_continued(cuts):
+    mixer = make(DeltaNet, {}).float()
+    x = torch.randn(1, 6, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, state = mixer(x, cu_seqlens=cuts, output_final_state=True)
+    y, _ = mixer(x, state, cu_seqlens=cuts)
+    assert y.dtype == torch.float32
+    assert y.isfinite().all()
+
+
 def test_a_state_of_other_sequences_or_another_mixer_is_refused():
     x = torch.randn(2, 6, 20, dtype=torch.float64)
     plain, scaled = make(DeltaNet), make(DeltaNet, {})

@@ -169,6 +169,31 @@ def test_an_empty_batch_has_empty_logits(shape):
         assert make("osgdn-apf")(tokens(*shape), **kwargs).logits.shape == (*shape, 61)
 
 
+@pytest.mark.parametrize("variant", ["osdn-apf", "osgdn-apf", "kda"])
+def test_gradients_start_from_a_warm_cache(variant):
+    """Truncated backpropagation: no gradient flows through the cache, and none is spoilt by it."""
+    model, ids = make(variant), tokens(2, 12)
+    cache = DynamicCache(config=model.config)
+    for piece in ids.split(4, 1):
+        loss = model(piece, past_key_values=cache, labels=piece).loss
+        loss.backward()
+    whole = model(ids).logits[:, 8:11].flatten(0, 1)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(whole, ids[:, 9:].flatten()))
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient checkpointing cannot continue from past_key_values"):
+        model(ids, past_key_values=cache)
+
+
+def test_a_cache_outlives_inference_mode():
+    model, ids = make("osgdn-apf"), tokens(1, 12)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(ids[:, :6], past_key_values=cache)
+    rest = model(ids[:, 6:], past_key_values=cache).logits
+    torch.testing.assert_close(rest, model(ids).logits[:, 6:], rtol=1e-4, atol=1e-5)
+
+
 def test_positions_of_one_row_count_for_all():
     model, ids = make("osdn"), tokens(2, 8)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from osdn import OSDNConfig, OSDNForCausalLM
@@ -53,6 +54,28 @@ def test_labels_are_whole_numbers_of_any_size():
     assert model(ids, labels=ids.int()).loss == model(ids, labels=ids).loss
     with pytest.raises(ValueError, match=r"labels has dtype torch.float32; it must hold whole numbers"):
         model(ids, labels=ids.float())
+
+
+def test_the_trainer_smooths_shifted_labels(tmp_path):
+    model, ids = make("osdn"), tokens(2, 8)
+    arguments = TrainingArguments(tmp_path, label_smoothing_factor=0.1, use_cpu=True, report_to=[])
+    loss = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    want = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(loss, want)
+
+
+def test_a_head_that_is_more_than_its_weight_has_the_loss_of_its_logits():
+    ids = tokens(2, 8)
+    biased, hooked, pruned = (make("osdn") for _ in range(3))
+    biased.set_output_embeddings(nn.Linear(30, 61))
+    hooked.lm_head.register_forward_hook(lambda module, inputs, output: output / 10)
+    prune.l1_unstructured(pruned.lm_head, "weight", 0.3)
+    for model in (biased, hooked, pruned):
+        for _ in range(2):
+            loss = model.train()(ids, labels=ids).loss
+            loss.backward()
+        torch.testing.assert_close(loss.double(), plain_loss(model.eval(), ids, ids), rtol=1e-5, atol=0)
 
 
 def test_the_loss_is_divided_by_the_number_of_items_the_trainer_counted():

@@ -274,6 +274,48 @@ def test_function_transforms_are_those_of_the_reference():
 
 
 @compiled
+@pytest.mark.parametrize("operator", [precondition_keys, delta_rule, online_scaled_delta_rule])
+def test_batched_gradients_are_refused_by_kernels_with_a_way_out(operator):
+    t, options = problem(K=3, V=2).arguments(operator)
+    for backend in ("chunkwise", "cpu"):
+        x = fresh(t)
+        result = operator(**x, **options, backend=backend)[0]
+        stacked = torch.stack([torch.ones_like(result), torch.zeros_like(result)])
+        if backend == "chunkwise":
+            (grad,) = torch.autograd.grad(result, x["k"], stacked, is_grads_batched=True)
+            assert grad[0].any()
+            assert not grad[1].any()
+        else:
+            with pytest.raises(RuntimeError, match='no batched gradients; use backend="chunkwise"'):
+                torch.autograd.grad(result, x["k"], stacked, is_grads_batched=True)
+
+
+@compiled
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_operator_is_the_operator():
+    t, options = problem().arguments(online_scaled_delta_rule)
+
+    def f(v, beta):
+        return online_scaled_delta_rule(**t | {"v": v, "beta": beta}, **options, backend="cpu")[0]
+
+    with torch.no_grad():
+        traced = torch.jit.trace(f, (t["v"], t["beta"]))
+        v, beta = torch.randn_like(t["v"]), torch.rand_like(t["beta"])
+        assert torch.equal(traced(v, beta), f(v, beta))
+
+
+@every_backend
+def test_no_tokens_leave_copies_of_state_and_scale(backend):
+    t, options = make(Config((0,), initial_state=True, initial_scale="each")).arguments(
+        online_scaled_delta_rule
+    )
+    _, state, scale = online_scaled_delta_rule(**t, **options, backend=backend)
+    for given, made in ((t["initial_state"], state), (t["initial_scale"], scale)):
+        assert torch.equal(given, made)
+        assert given.data_ptr() != made.data_ptr()
+
+
+@compiled
 def test_function_transforms_are_refused_by_kernels_with_a_way_out():
     t, options = problem().arguments(online_scaled_delta_rule)
     f = of_values(t, options | {"backend": "cpu"})

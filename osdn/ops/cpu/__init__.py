@@ -35,10 +35,10 @@ CALL = struct.Struct(f"{len(POINTERS)}q11q6d")
 
 
 @cache
-def available() -> bool:
-    """Whether the kernels are compiled or can be; a warning says once why not."""
+def available(dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the kernels for a dtype are compiled or can be; a warning says once why not."""
     try:
-        _kernels(torch.float32)
+        _kernels(dtype)
     except BuildError as error:
         warnings.warn(f"osdn's CPU kernels are not available, using 'chunkwise': {error}", stacklevel=3)
         return False
@@ -98,7 +98,7 @@ def _host_boundaries(cu_seqlens: Tensor | None, T: int) -> Tensor | None:
 
 
 def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError("osdn's CPU kernels have no second derivative; use backend='reference' for it")
+    raise RuntimeError('backend="cpu" has no second derivatives; use backend="chunkwise" for them')
 
 
 def _sum_groups(grad: Tensor, H: int) -> Tensor:
@@ -208,6 +208,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    watched.refuse_batched("cpu", grads)
     saved = ctx.saved_tensors
     k, v = saved[1:3]
     grad_out, grad_final_state, grad_final_scale = grads[:3]
@@ -368,6 +369,7 @@ def _save_precondition(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 
 
 def _precondition_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    watched.refuse_batched("cpu", grads)
     saved = ctx.saved_tensors
     k, beta = saved[:2]
     grad_w, grad_final_scale = grads[:2]

@@ -58,7 +58,10 @@ def _openmp_runtime() -> list[str]:
 
 
 def _cache() -> Path:
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "osdn"
+    try:
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "osdn"
+    except RuntimeError as error:
+        raise BuildError("there is no home directory for the compiled kernels; set XDG_CACHE_HOME") from error
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -67,9 +70,14 @@ def _cache() -> Path:
 
 
 def _digest(compiler: str, flags: list[str]) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [*(file.read_text() for file in _sources()), compiler, version, *flags, *_cpu()]
+    version = _run([compiler, "--version"]).stdout
+    parts = [*(file.read_text(encoding="utf-8") for file in _sources()), compiler, version, *flags, *_cpu()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    """A compiler's words may be in any encoding."""
+    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
 
 
 def _sources() -> list[Path]:
@@ -93,7 +101,7 @@ def _compile(compiler: str, flags: list[str], path: Path, real: str) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
             command = [compiler, str(FOLDER / "kernels.cpp"), *flags, "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = _run(command)
             if done.returncode:
                 raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
             os.replace(made, path)  # atomic: a reader sees a whole file or none

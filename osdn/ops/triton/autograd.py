@@ -228,6 +228,7 @@ def _save_precondition(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate_precondition(
     ctx: Any, grad_w: Tensor | None, grad_d: Tensor | None, *_: Any
 ) -> tuple[Any, ...]:
+    watched.refuse_batched("triton", (grad_w, grad_d))
     saved = ctx.saved_tensors
     k, beta = saved[:2]
     if grad_w is None:
@@ -322,6 +323,7 @@ def _save_rule(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _differentiate_rule(ctx: Any, grad_o: Tensor | None, grad_S: Tensor | None) -> tuple[Any, ...]:
+    watched.refuse_batched("triton", (grad_o, grad_S))
     saved = ctx.saved_tensors
     if grad_o is None:
         grad_o = torch.zeros_like(saved[2])

@@ -32,9 +32,10 @@ def diagnose(
     count: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a prompt at most.")] = 2048,
     device: Device = "cpu",
-    output: Annotated[Path, typer.Option(help="Where diagnosis.json and figures go.")] = Path(
-        "runs/diagnose"
-    ),
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Where diagnosis.json and figures go; runs/diagnose/MODEL if not named."),
+    ] = None,
 ) -> None:
     """Measure the residual ratio q_t of every write while a model reads prompts.
 
@@ -49,11 +50,12 @@ def diagnose(
     from osdn.records import save_json
 
     with plain_errors():
-        made(output)
+        made(output or Path("runs/diagnose"))
         tokenizer = load_tokenizer(checkpoint)
         total, chosen = select(tokenizer, prompts, task or [], count, length, data_dir)
         model = load_model(checkpoint, device)
         name = model_name(model, checkpoint)
+        output = output or Path("runs/diagnose") / name
         with _progress() as progress:
             bar = progress.add_task(f"prompts read by {name}", total=total)
             result = run(model, chosen, lambda _: progress.advance(bar))

@@ -25,7 +25,8 @@ from osdn.evaluation.compare import title
 from osdn.evaluation.figures import bars, pg19
 from osdn.evaluation.paper import BUCKETS, RESIDUAL_RATIOS, THROUGHPUT
 from osdn.models import PRESETS
-from osdn.training.monitor import METRICS
+from osdn.training.monitor import METRICS, Metrics
+from osdn.training.plot import final_loss as last_loss
 from osdn.training.plot import loss_curve
 
 ABLATIONS = ("delta_net-340m", "osdn-340m", "osdn-d0", "osdn-d0-free", "osdn-apf-340m")
@@ -79,6 +80,8 @@ def collect(paths: Iterable[Path]) -> Results:
         candidates += [p for p in found if not any(part.startswith("checkpoint-") for part in p.parts)]
     for path in sorted(set(candidates), key=lambda p: p.stat().st_mtime):
         if path.name == METRICS:
+            if not any(line.get("loss") is not None for line in Metrics.read(path.parent)):
+                continue  # it has only begun
             results.trainings[_trained_model(path.parent)] = path.parent
             results.files.append(path)
         elif _take(results, path):
@@ -90,7 +93,7 @@ def collect(paths: Iterable[Path]) -> Results:
 def _complete(results: Results) -> None:
     """Adds the scores that follow from others, of the same model or of its baseline."""
     for model, row in results.throughputs.items():
-        if row.get("change") is not None:
+        if row.get("change") is not None and row["baseline"] == baseline_of(model):
             results.evaluations.setdefault(model, {})["throughput_change"] = Score(row["change"])
     scores = {model: derive(found) for model, found in results.evaluations.items()}
     results.evaluations = {
@@ -168,8 +171,7 @@ def final_loss(results: Results, model: str) -> float | None:
     """The mean over the last 256 steps, as in the paper's training figure."""
     if model not in results.trainings:
         return None
-    losses = loss_curve(results.trainings[model])[1]
-    return float(losses[-256:].mean())
+    return last_loss(results.trainings[model], 256)
 
 
 def printed(table: dict[str, dict[str, float]], key: str) -> Callable[[Results, str], float | None]:

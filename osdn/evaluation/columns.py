@@ -59,7 +59,7 @@ def derive(scores: Scores) -> dict[str, Score]:
         found["lm_ppl"] = geometric_mean(scores["wikitext_ppl"], scores["lambada_ppl"])
     if BUCKETS[1] in scores and BUCKETS[-1] in scores:
         found["pg19_drift"] = difference(scores[BUCKETS[-1]], scores[BUCKETS[1]])
-    return {**found, **scores}
+    return {**scores, **found}
 
 
 def changes(scores: Scores, baseline: Scores) -> dict[str, Score]:

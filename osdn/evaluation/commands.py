@@ -68,7 +68,7 @@ def evaluate(
         if output is not None:
             made(output)
         settings = Settings(checkpoint, data_dir, window, books, limit, batch_size, max_length, device)
-        with messages.status(f"loading {checkpoint}"):
+        with messages.status(f"loading {escape(checkpoint)}"):
             evaluation = Evaluation(settings, output, overwrite)
         try:
             with _Bars(sum(len(SUITES[name]) for name in suites)) as bars:
@@ -152,7 +152,7 @@ def _summary(suite: str, path: Path) -> Table:
     columns = [column for column in BY_SUITE[suite].columns if column.key in results]
     printed = BY_SUITE[suite].figures(content["model"])
     table = Table(
-        title=f"{suite}: {content['model']}",
+        title=escape(f"{suite}: {content['model']}"),
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,

@@ -39,6 +39,7 @@ class Model:
     checkpoint: str
     block: str
     baseline: bool
+    folder: str  # of its results
     scores: dict[str, Score] = field(default_factory=dict)
     documents: dict[str, np.ndarray] = field(default_factory=dict)  # of the columns that are compared
     label: str = ""
@@ -79,22 +80,28 @@ def number(x: float | None, digits: int, signed: bool = False) -> str:
 
 def read(paths: Iterable[Path]) -> list[Model]:
     """The models that result files are about, blocks together, a block's baseline first."""
-    models: dict[tuple[str, str], Model] = {}
+    models: dict[tuple[Any, ...], Model] = {}
     speeds: dict[str, Score] = {}
     for path, content in _contents(paths):
         if content.get("kind") == "throughput":
-            rows = (row for row in content["rows"] if row.get("change") is not None)
-            speeds |= {row["model"]: Score(row["change"]) for row in rows}
+            speeds |= {
+                row["model"]: Score(row["change"])
+                for row in content["rows"]
+                if row.get("change") is not None and row.get("baseline") == baseline_of(row["model"])
+            }
         elif content.get("kind") == "evaluation":
-            model = _model(content)
-            known = models.setdefault((model.name, model.checkpoint), model)
+            model = _model(content, path)
+            known = models.setdefault((model.name, model.checkpoint, *_versions(content)), model)
             known.scores |= _scores(content, path)
             for task in content.get("tasks", {}).values():
                 known.documents |= {k: np.array(v, float) for k, v in task.get("by_document", {}).items()}
     found = list(models.values())
-    names = [model.name for model in found]
+    names, checkpoints = [model.name for model in found], [model.checkpoint for model in found]
     for model in found:
-        model.label = title(model.name) if names.count(model.name) == 1 else model.checkpoint
+        if names.count(model.name) == 1:
+            model.label = title(model.name)
+        else:
+            model.label = model.checkpoint if checkpoints.count(model.checkpoint) == 1 else model.folder
         if model.name in speeds:
             model.scores["throughput_change"] = speeds[model.name]
         model.scores = derive(model.scores)
@@ -148,7 +155,13 @@ def _contents(paths: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
             raise ValueError(f"{path} holds no results; `osdn eval` writes them")
 
 
-def _model(content: dict[str, Any]) -> Model:
+def _versions(content: dict[str, Any]) -> list[Any]:
+    """What tells results of one checkpoint apart: other weights at its place, or only some documents."""
+    settings = [task.get("settings", {}) for task in content.get("tasks", {}).values()]
+    return [next((s[key] for s in settings if s.get(key) is not None), None) for key in ("weights", "limit")]
+
+
+def _model(content: dict[str, Any], path: Path) -> Model:
     name = content["model"]
     base = baseline_of(name)
     return Model(
@@ -156,6 +169,7 @@ def _model(content: dict[str, Any]) -> Model:
         content.get("checkpoint", name),
         content.get("block", base or name),
         content.get("baseline", base is None),
+        str(path.parent),
     )
 
 

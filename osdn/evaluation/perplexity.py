@@ -74,9 +74,10 @@ def document_perplexity(
     tokens_at_once: int,
     report: Report | None = None,
     max_labels: int = LABELS,
+    context: int = CONTEXT,
 ) -> Score:
     """Perplexity over documents in "text", cut and closed as in training, up to `max_labels` labels."""
-    pieces = tokenize(data, tokenizer, min(CONTEXT, tokens_at_once)).with_format("torch")["input_ids"]
+    pieces = tokenize(data, tokenizer, context).with_format("torch")["input_ids"]
     losses: list[float] = []
     labels: list[int] = []
     for batch in _batches(_up_to(max_labels, pieces), tokens_at_once, isinstance(model, OSDNForCausalLM)):

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from osdn.evaluation import harness
 from osdn.evaluation.columns import Score, derive
 from osdn.evaluation.data import MissingDataError, bars, load_data
-from osdn.evaluation.perplexity import Report, document_perplexity, position_perplexity
+from osdn.evaluation.perplexity import CONTEXT, Report, document_perplexity, position_perplexity
 from osdn.evaluation.recall import ROOM, WINDOW
 from osdn.evaluation.suites import FINEWEB_EDU, PG19, SUITES, Task, select
 from osdn.models import OSDNForCausalLM
@@ -94,7 +94,8 @@ class Evaluation:
         self.name = model_name(self.model, settings.checkpoint)
         self.folder = output or Path("runs/eval") / self.name
         self.weights = fingerprint(settings.checkpoint, self.model)
-        self.done = {} if overwrite else self._finished()
+        self.done = self._finished(overwrite)
+        self.again = set(self.done) if overwrite else set()  # to be measured anew, if they can be
         self.tokens_at_once = tokens_at_once(self.model)
         self.lm = harness.language_model(
             self.model, self.tokenizer, self.tokens_at_once, settings.batch_size, settings.max_length
@@ -109,9 +110,10 @@ class Evaluation:
             for task in SUITES[suite]:
                 observer.begin(suite, task.name)
                 try:
-                    if task.name not in self.done:
+                    if task.name not in self.done or task.name in self.again:
                         with bars(False):
                             self.done[task.name] = self._entry(task, observer.report)
+                        self.again.discard(task.name)
                 except MissingDataError as error:
                     missing[task.name] = f"{task.documents}: {error}"
                 observer.end()
@@ -135,6 +137,9 @@ class Evaluation:
             if different:
                 held = f"{task.name} with other settings ({'; '.join(different)})"
                 raise ValueError(f"{self.folder} holds {held}; {OTHERWISE}")
+        for name, entry in self.done.items():
+            if entry.get("settings", {}).get("weights", self.weights) != self.weights:
+                raise ValueError(f"{self.folder} holds {name} of other weights; {OTHERWISE}")
 
     def _entry(self, task: Task, report: Report) -> dict[str, Any]:
         """Measures a task: what the result file says of it."""
@@ -156,7 +161,9 @@ class Evaluation:
             data = load_data(task.data, task.config, settings.data_dir)[task.split]
             count = min(settings.limit or FINEWEB_DOCUMENTS, len(data), FINEWEB_DOCUMENTS)
             data = data.select(range(len(data) - count, len(data))).select_columns(["text"])
-            score = document_perplexity(self.model, self.tokenizer, data, self.tokens_at_once, report)
+            score = document_perplexity(
+                self.model, self.tokenizer, data, self.tokens_at_once, report, context=self._context()
+            )
             return {"scores": {"fineweb_edu_ppl": score}, "documents": count}
         if task.name == PG19:
             if settings.books is not None:
@@ -164,12 +171,22 @@ class Evaluation:
             else:
                 texts = load_data(task.data, task.config, settings.data_dir)[task.split]["text"]
             count = min(settings.limit or len(texts), len(texts))
-            scores = position_perplexity(
-                self.model, self.tokenizer, texts, count, self.tokens_at_once, report
-            )
+            try:
+                scores = position_perplexity(
+                    self.model, self.tokenizer, texts, count, self.tokens_at_once, report
+                )
+            except IndexError as error:  # of an embedding of positions
+                raise MissingDataError("the model has too few positions for a block") from error
             return {"scores": scores, "documents": count}
         loaded = harness.load_task(task.name, self.tokenizer, settings.window, settings.data_dir)
         return harness.run_task(self.lm, task, loaded, settings.limit, report)
+
+    def _context(self) -> int:
+        """Tokens of a document that are read in one piece: as in training, or as many as the model can."""
+        limit = self.settings.max_length
+        if limit is None and not isinstance(self.model, OSDNForCausalLM):
+            limit = getattr(self.model.config, "max_position_embeddings", None)
+        return min(CONTEXT, limit or CONTEXT)
 
     def _save(self, suite: str, missing: dict[str, str]) -> Path:
         """Writes what is done of a suite, in this run or before."""
@@ -199,16 +216,32 @@ class Evaluation:
         }
         return save_json(self.folder / f"{suite}.json", content)
 
-    def _finished(self) -> dict[str, Any]:
-        """The tasks in the folder's files; a folder of another checkpoint is refused."""
+    def _finished(self, overwrite: bool) -> dict[str, Any]:
+        """The tasks in the folder's files; a folder of another checkpoint is refused.
+
+        With `overwrite`, those that this evaluation could have measured itself.
+        """
         tasks: dict[str, Any] = {}
         for path in sorted(self.folder.glob("*.json")):
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content.get("kind") != "evaluation":
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} cannot be read ({error}); remove it or choose another folder"
+                ) from None
+            if not isinstance(content, dict) or content.get("kind") != "evaluation":
                 continue
-            if content["checkpoint"] != self.settings.checkpoint:
+            if content["checkpoint"] == self.settings.checkpoint:
+                tasks |= content["tasks"]
+            elif not overwrite:
                 raise ValueError(f"{self.folder} holds results of {content['checkpoint']}; {OTHERWISE}")
-            tasks |= content["tasks"]
+        if overwrite:
+            known = {task.name: task for tasks in SUITES.values() for task in tasks}
+            tasks = {
+                name: entry
+                for name, entry in tasks.items()
+                if name in known and entry.get("settings") == self._wanted(known[name])
+            }
         return tasks
 
 

@@ -132,8 +132,9 @@ def text(
     figures = {
         "learning": fig.learning_curves(results, "loss"),
         "loss": fig.loss_by_position(results),
-        "residual": fig.residual_by_position(results),
     }
+    if any("log_q" in mine[0] for mine in results.values()):
+        figures["residual"] = fig.residual_by_position(results)
     _finish(figures | _sweep_figures(results, ["loss", "q_geo"], eta), output)
 
 

@@ -1,5 +1,6 @@
 """The demo's page: one HTML file without any other, figures as inline SVG, words made from the numbers."""
 
+import math
 import re
 from collections.abc import Sequence
 from html import escape
@@ -81,6 +82,8 @@ def honest_paragraphs(rows: dict[str, list[Row]]) -> str:
 def conclusion(difference: Difference) -> str:
     """What a paired difference allows to be said."""
     d, n = difference, difference.seeds
+    if math.isnan(d.p_value):
+        return f"was not a finite number in every run ({n} seeds)"
     if d.low <= 0 <= d.high:
         return f"shows no difference at this scale ({d}, {n} seeds)"
     direction = "higher" if d.mean > 0 else "lower"

@@ -4,6 +4,7 @@ A bootstrap interval over few seeds is too narrow (of three it is their range), 
 carries the probability that random signs would give as large a mean: it says what so many seeds can tell.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -28,7 +29,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference(Estimate):
-    """A mean of paired differences; `p_value` is of the exact sign-flip test (Fisher 1935), two-sided."""
+    """A mean of paired differences; `p_value` is of the sign-flip test (Fisher 1935), two-sided.
+
+    It is exact for up to 14 seeds, beyond from random signs, and NaN where a value is not finite.
+    """
 
     p_value: float
 
@@ -55,8 +59,9 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
     e = estimate(x.tolist())
     if len(x) <= 14:  # all sign patterns
         signs = np.array(list(product((-1, 1), repeat=len(x))))
-    else:
-        signs = np.random.default_rng(0).choice((-1, 1), size=(RESAMPLES, len(x)))
+    else:  # the one that was seen, and random ones
+        drawn = np.random.default_rng(0).choice((-1, 1), size=(RESAMPLES, len(x)))
+        signs = np.concatenate([np.ones((1, len(x))), drawn])
     means = np.abs((signs * x).mean(1))
-    p_value = float((means >= abs(x.mean()) * (1 - 1e-12)).mean())
+    p_value = float((means >= abs(x.mean()) * (1 - 1e-12)).mean()) if np.isfinite(x).all() else math.nan
     return Difference(e.mean, e.low, e.high, e.seeds, p_value)

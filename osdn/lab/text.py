@@ -70,7 +70,13 @@ class TextTask:
         tokenizer = load_tokenizer(str(Path(self.folder).resolve()))
         ids = torch.tensor([tokenizer.encode(PROMPT)])
         torch.manual_seed(seed)
-        settings: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 40, "max_new_tokens": 96}
+        settings: dict[str, Any] = {
+            "use_cache": model.config.use_cache,
+            "do_sample": True,
+            "temperature": 0.7,
+            "top_k": 40,
+            "max_new_tokens": 96,
+        }
         out = model.generate(ids, eos_token_id=tokenizer.eos_token_id, pad_token_id=0, **settings)
         return str(tokenizer.decode(out[0]))
 

@@ -108,7 +108,10 @@ def convert(checkpoint: str | Path, output: str | Path) -> Path:
             dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint / SHARDS, no_dist=True)
     else:
         files = sorted(checkpoint.glob("model*.safetensors"))
-        model.load_state_dict({k: v for file in files for k, v in load_file(file).items()})
+        weights = {k: v for file in files for k, v in load_file(file).items()}
+        if model.config.tie_word_embeddings:  # one tensor, saved once
+            weights.setdefault("lm_head.weight", weights["model.embeddings.weight"])
+        model.load_state_dict(weights)
     staged = output.with_name(f".{output.name}.writing")
     try:
         shutil.rmtree(staged, ignore_errors=True)

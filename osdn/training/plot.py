@@ -28,6 +28,14 @@ def loss_curve(run: str | Path) -> tuple[np.ndarray, np.ndarray]:
     return np.array([line["tokens"] for line in lines]), np.array([line["loss"] for line in lines])
 
 
+def final_loss(run: str | Path, steps: int) -> float:
+    """The mean over the last `steps` steps; a logged loss is the mean of the steps since the log before."""
+    lines = [line for line in Metrics.read(run) if line.get("loss") is not None]
+    ends = np.array([line["step"] for line in lines])
+    starts = np.maximum(np.concatenate([[0], ends[:-1]]), ends[-1] - steps)
+    return float(np.average([line["loss"] for line in lines], weights=np.maximum(ends - starts, 0)))
+
+
 def rolling_mean(x: np.ndarray, window: int) -> np.ndarray:
     """A centred mean over `window` values, an odd number; at the ends, over those that there are."""
     half = window // 2

@@ -4,6 +4,7 @@ Nothing has a default.  A file that is accepted says all there is to say about a
 change when this code does; a key that is missing, unknown or of the wrong type is refused by its name.
 """
 
+import math
 import types
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -31,6 +32,8 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         _positive("data", self, "seq_len", "context_len")
+        if self.context_len < 2:
+            raise ValueError("data.context_len is 1; a piece of one token has nothing to predict")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,13 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         _positive("optimizer", self, "learning_rate", "max_grad_norm")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas is {self.betas}; it must be two numbers from 0 up to 1")
+        if not math.isfinite(self.learning_rate):
+            raise ValueError(f"optimizer.learning_rate is {self.learning_rate}; it must be finite")
+        for name in ("min_lr_ratio", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must not be negative")
 
 
 @dataclass(frozen=True)
@@ -139,7 +149,12 @@ def load_settings(path: str | Path, replacements: Sequence[str] = ()) -> Setting
         section = content
         for part in sections:
             section = section.setdefault(part, {})
-        section[key] = yaml.safe_load(value)
+            if not isinstance(section, dict):
+                raise ValueError(f"{replacement!r}: {part} is a value, not a section")
+        try:
+            section[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"{replacement!r}: {value!r} is not YAML") from None
     settings = _build(Settings, content, "")
     settings.model_config()  # a model that cannot be built is refused before anything else happens
     return settings

@@ -5,12 +5,15 @@ needs: it reads packed rows from a saved place in the stream, skips a step whose
 saves whole checkpoints only, and continues where it was when it is started again.
 """
 
+import fcntl
 import json
 import logging
 import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -174,12 +177,13 @@ def train(settings: Settings) -> Path:
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     model = OSDNForCausalLM(config)
 
-    found = [_prepare(run, settings) if arguments.process_index == 0 else None]
-    good = broadcast_object_list(found)[0] if devices > 1 else found[0]
-    if good is None or checkpoints.step_of(good) < settings.training.steps:
-        _run(settings, arguments, model, tokenizer, pieces, good)
-    if arguments.process_index == 0:
-        checkpoints.convert(checkpoints.checkpoints(run)[0], result)
+    with _alone(run, settings) if arguments.process_index == 0 else nullcontext():
+        found = [_prepare(run, settings) if arguments.process_index == 0 else None]
+        good = broadcast_object_list(found)[0] if devices > 1 else found[0]
+        if good is None or checkpoints.step_of(good) < settings.training.steps:
+            _run(settings, arguments, model, tokenizer, pieces, good)
+        if arguments.process_index == 0:
+            checkpoints.convert(checkpoints.checkpoints(run)[0], result)
     return result
 
 
@@ -299,10 +303,21 @@ def check_vocabulary(config: OSDNConfig, tokenizer: PreTrainedTokenizerBase) -> 
         )
 
 
-def _prepare(run: Path, settings: Settings) -> Path | None:
-    """Make the run's directory ready and find the checkpoint to continue from."""
+@contextmanager
+def _alone(run: Path, settings: Settings) -> Iterator[None]:
+    """No other process trains in the run's directory meanwhile."""
     _same_run(run, settings)
     run.mkdir(parents=True, exist_ok=True)
+    with (run / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{run} is being trained by another process; wait for it or end it") from None
+        yield
+
+
+def _prepare(run: Path, settings: Settings) -> Path | None:
+    """Make the run's directory ready and find the checkpoint to continue from."""
     shutil.rmtree(run / checkpoints.STAGING, ignore_errors=True)
     good, newest = checkpoints.newest_good(run), checkpoints.checkpoints(run)
     if good is None and newest:

@@ -86,6 +86,9 @@ def runs(tmp_path_factory):
     (train / "config.yaml").write_text("model: {preset: kda-340m}\n")
     lines = [{"step": i, "tokens": 100 * i, "loss": 5.0 if i <= 44 else 2.0} for i in range(1, 301)]
     (train / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    begun = folder / "340m/gdn"
+    begun.mkdir()
+    (begun / "metrics.jsonl").write_text("")
     (folder / "other.json").write_text('{"kind": "something else"}')
     (folder / "broken.json").write_text("{")
     return folder

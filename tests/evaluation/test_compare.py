@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from osdn.cli import app
-from osdn.evaluation.columns import MAIN, RECALL, Score
+from osdn.evaluation.columns import MAIN, RECALL, Score, derive
 from osdn.evaluation.compare import compare, comparisons, latex, markdown, number, read, write
 from osdn.evaluation.paper import BUCKETS
 from osdn.records import save_json
@@ -32,7 +32,7 @@ def results(tmp_path):
     }
     save(tmp_path, "delta_net-340m", base, dict.fromkeys(repeated, 0.04))
     save(tmp_path, "mine", {"fda_twice": 0.9, "pg19_ppl": 12.3456})
-    rows = [{"model": "osdn-340m", "change": -1.5}, {"model": "delta_net-340m"}]
+    rows = [{"model": "osdn-340m", "change": -1.5, "baseline": "delta_net-340m"}, {"model": "delta_net-340m"}]
     save_json(tmp_path / "throughput.json", {"kind": "throughput", "rows": rows})
     (tmp_path / "other.json").write_text("[]")
     return tmp_path
@@ -205,3 +205,26 @@ def test_numbers_are_readable():
     assert number(0.12345, 3, True) == "+0.123"
     assert number(None, 3) == "–"
     assert number(123456789.0, 2) == "1.23e+08"
+
+
+def test_a_change_against_another_baseline_is_not_shown(results):
+    rows = [{"model": "osdn-340m", "change": 2.0, "baseline": "osdn-apf-340m"}]
+    save_json(results / "throughput.json", {"kind": "throughput", "rows": rows})
+    assert "throughput_change" not in cells(compare(read([results]), MAIN), "OSDN 340M")
+
+
+@pytest.mark.parametrize("other", [{"weights": "b", "limit": None}, {"weights": "a", "limit": 2}])
+def test_other_weights_and_fewer_documents_are_models_of_their_own(other, tmp_path):
+    for folder, value, settings in (("x", 1.0, {"weights": "a", "limit": None}), ("y", 2.0, other)):
+        task = {"results": {"fda": value}, "errors": {}, "settings": settings}
+        content = {"kind": "evaluation", "model": "m", "checkpoint": "here", "tasks": {"fda": task}}
+        save_json(tmp_path / folder / "recall.json", content | {"results": {"fda": value}})
+    for order in (["x", "y"], ["y", "x"]):
+        models = read([tmp_path / folder for folder in order])
+        found = {model.label: model.scores["fda"].value for model in models}
+        assert found == {str(tmp_path / "x"): 1.0, str(tmp_path / "y"): 2.0}
+
+
+def test_averages_follow_from_the_newest_parts():
+    stale = {"wikitext_ppl": Score(4.0), "lambada_ppl": Score(9.0), "lm_ppl": Score(100.0)}
+    assert derive(stale)["lm_ppl"].value == pytest.approx(6.0)

@@ -50,7 +50,7 @@ def test_a_packed_batch_gives_what_each_document_gives(models, name):
 
 
 @pytest.mark.parametrize("name", ["osdn", "llama"])
-@pytest.mark.parametrize("tokens_at_once", [300, 5000])
+@pytest.mark.parametrize("tokens_at_once", [100, 300, 5000])
 def test_documents_are_scored_as_in_training_and_up_to_a_number_of_labels(models, name, tokens_at_once):
     texts = [prose(i, n) for i, n in enumerate((90, 250, 1, 120, 280))]
     data = Dataset.from_dict({"text": texts})

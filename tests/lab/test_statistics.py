@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from osdn.lab.report import conclusion
 from osdn.lab.statistics import estimate, paired_difference
 
 
@@ -44,3 +45,11 @@ def test_p_values_of_no_effect_are_rarely_small():
     rng = np.random.default_rng(3)
     p = [paired_difference(rng.normal(size=8), rng.normal(size=8)).p_value for _ in range(400)]
     assert 0.02 <= np.mean(np.array(p) <= 0.05) <= 0.08
+
+
+def test_many_seeds_have_no_probability_of_zero_and_no_number_none_at_all():
+    assert paired_difference([1.0] * 20, [0.0] * 20).p_value == 1 / 10_001
+    found = paired_difference([1.0, np.nan, 2.0], [0.0] * 3)
+    assert np.isnan(found.p_value)
+    assert not found.seen
+    assert "not a finite number" in conclusion(found)

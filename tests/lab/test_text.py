@@ -57,6 +57,12 @@ def test_evaluation_is_the_models_own_loss(task):
     assert found["sample"] == task.generate(build(Run(task, Variant("osdn"), 0, width=16)).eval(), 0)
 
 
+def test_a_row_of_the_zoo_reads_and_writes_text(task):
+    found = task.evaluate(build(Run(task, Variant("gla"), 0, width=16)).eval(), 0)
+    assert found["sample"].startswith(PROMPT)
+    assert found["loss"] == pytest.approx(math.log(300), rel=0.02)
+
+
 def test_preparing_again_changes_nothing(task, monkeypatch):
     monkeypatch.setattr("osdn.lab.text.corpus", lambda *_: pytest.fail("the corpus is there already"))
     prepare(task)

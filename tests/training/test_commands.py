@@ -1,6 +1,7 @@
 """The commands that lead to training and from it: what they write, and what they say when they cannot."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from osdn.cli import app
-from osdn.training.plot import loss_curve, rolling_mean
+from osdn.training.plot import final_loss, loss_curve, rolling_mean
 
 
 def osdn(*arguments):
@@ -65,3 +66,15 @@ def test_curves_are_centred_means_of_what_was_logged(tmp_path):
     tokens, losses = loss_curve(tmp_path)
     assert tokens.tolist() == [10, 30, 40]
     assert losses.tolist() == [1, 3, 4]
+
+
+def test_a_final_loss_is_over_steps_however_often_they_were_logged(tmp_path):
+    every = np.random.default_rng(0).normal(size=100)
+    for logged in (range(1, 101), range(10, 101, 10), [4, 5, 8, 10, 12, 60, 61, 97, 100]):
+        ends = [0, *logged]
+        lines = [
+            {"step": end, "tokens": end, "loss": every[start:end].mean()} for start, end in pairwise(ends)
+        ]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        assert final_loss(tmp_path, 40) == pytest.approx(every[60:].mean())
+        assert final_loss(tmp_path, 1000) == pytest.approx(every.mean())

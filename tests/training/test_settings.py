@@ -61,6 +61,12 @@ def test_the_ablations_are_those_of_the_paper():
         ("training.steps=0", "training.steps is 0; it must be positive"),
         ("data.streaming=1", "data.streaming is 1; it must be of type bool"),
         ("optimizer.betas=0.9", "optimizer.betas is 0.9; it must be of type list"),
+        ("optimizer.betas=[0.9]", ".*it must be two numbers from 0 up to 1"),
+        ("optimizer.learning_rate=.inf", ".*it must be finite"),
+        ("optimizer.weight_decay=-1.0", "optimizer.weight_decay is -1.0; it must not be negative"),
+        ("data.context_len=1", ".*a piece of one token has nothing to predict"),
+        ("output_dir.x=1", ".*output_dir is a value, not a section"),
+        ("training.steps=[", ".*is not YAML"),
         (
             "training.precision=float16",
             "training.precision is 'float16'; it must be one of bfloat16",

@@ -1,5 +1,6 @@
 """Runs of the small model: they learn, continue exactly, and fail with a sentence."""
 
+import fcntl
 import json
 import logging
 import math
@@ -154,6 +155,25 @@ def test_a_finished_run_is_left_alone_and_another_is_not_mixed_with_it(write_con
     with pytest.raises(ValueError, match="holds a run with other settings"):
         train(load_settings(write_config(training={"steps": 3})))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_a_directory_is_trained_in_by_one_process(write_config, tmp_path):
+    settings = load_settings(write_config(training={"steps": 2}))
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="run is being trained by another process"):
+            train(settings)
+    train(settings)
+
+
+def test_tied_embeddings_are_trained_saved_and_converted(write_config, tmp_path):
+    tied = {"preset": "osdn-tiny", "num_hidden_layers": 1, "tie_word_embeddings": True}
+    train(load_settings(write_config(model=tied, training={"steps": 2})))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert model.lm_head.weight is model.model.embeddings.weight
+    saved = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")["model.embeddings.weight"]
+    assert torch.equal(model.lm_head.weight, saved)
 
 
 def test_a_result_that_was_not_written_is_made_of_the_last_checkpoint(write_config, tmp_path):

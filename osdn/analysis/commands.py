@@ -48,6 +48,7 @@ def diagnose(
     from osdn.models.checkpoints import load_model, load_tokenizer
     from osdn.models.describe import model_name
     from osdn.records import save_json
+    from osdn.training.plot import drawable
 
     with plain_errors():
         made(output or Path("runs/diagnose"))
@@ -63,7 +64,7 @@ def diagnose(
             console.print(table)
         settings = {"checkpoint": checkpoint, "model": name, "count": count, "length": length}
         path = save_json(output / "diagnosis.json", {**result, **settings})
-        draw({name: result}, output)
+        draw({drawable(name): result}, output)
     speed, agreement = result["speed"], result["agreement"]
     console.print(
         f"measured and closed-form q_t differ by at most {agreement['largest_difference']:.1e}; "

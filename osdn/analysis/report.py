@@ -26,8 +26,8 @@ from osdn.evaluation.figures import bars, pg19
 from osdn.evaluation.paper import BUCKETS, RESIDUAL_RATIOS, THROUGHPUT
 from osdn.models import PRESETS
 from osdn.training.monitor import METRICS, Metrics
+from osdn.training.plot import drawable, loss_curve
 from osdn.training.plot import final_loss as last_loss
-from osdn.training.plot import loss_curve
 
 ABLATIONS = ("delta_net-340m", "osdn-340m", "osdn-d0", "osdn-d0-free", "osdn-apf-340m")
 NOT_RUN = '<td class="none" title="not run">·</td>'
@@ -183,7 +183,7 @@ def printed_throughput(place: int) -> Callable[[Results, str], float | None]:
 
 
 def draw_mechanism(results: Results) -> list[Figure]:
-    named = {title(model): result for model, result in results.diagnoses.items()}
+    named = {drawable(title(model)): result for model, result in results.diagnoses.items()}
     if not named:
         return []
     drawn = [figures.contraction(named), figures.heads(named)]
@@ -194,7 +194,7 @@ def draw_summary(results: Results) -> list[Figure]:
     """The paper's visual summary: bars of the main results."""
     panels = {
         column.title: {
-            title(model): scores[column.key]
+            drawable(title(model)): scores[column.key]
             for model in results.models()
             if column.key in (scores := results.evaluations.get(model, {}))
         }
@@ -206,7 +206,7 @@ def draw_summary(results: Results) -> list[Figure]:
 
 def draw_pg19(results: Results) -> list[Figure]:
     curves = {
-        title(model): [scores[bucket] for bucket in BUCKETS]
+        drawable(title(model)): [scores[bucket] for bucket in BUCKETS]
         for model, scores in results.evaluations.items()
         if all(bucket in scores for bucket in BUCKETS)
     }
@@ -214,7 +214,7 @@ def draw_pg19(results: Results) -> list[Figure]:
 
 
 def draw_losses(results: Results) -> list[Figure]:
-    curves = {title(model): loss_curve(run) for model, run in results.trainings.items()}
+    curves = {drawable(title(model)): loss_curve(run) for model, run in results.trainings.items()}
     return [figures.losses(curves)] if curves else []
 
 

@@ -29,6 +29,7 @@ from osdn.evaluation.columns import (
 )
 from osdn.evaluation.figures import bars, pg19
 from osdn.evaluation.paper import BUCKETS, TITLES
+from osdn.training.plot import drawable
 
 
 @dataclass
@@ -251,7 +252,8 @@ def markdown(tables: list[Comparison]) -> str:
         lines = [head, ["---", *["---:"] * len(table.columns)]]
         for row in table.rows:
             cells = [_plain(cell, column, "**", " ± ") for cell, column in zip(row.cells, table.columns)]
-            lines.append([f"*{row.label}*" if row.printed else row.label, *cells])
+            label = row.label.replace("|", r"\|")
+            lines.append([f"*{label}*" if row.printed else label, *cells])
         body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         text.append(f"## {table.title}\n\n{table.note}\n\n{body}")
     return "\n\n".join(text) + "\n"
@@ -290,7 +292,8 @@ def _tabular(table: Comparison) -> str:
 
 
 def _escape(text: str) -> str:
-    marks = {"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "Δ": r"$\Delta$", "–": "--"}
+    marks = {mark: f"\\{mark}" for mark in "_%&#{}$"} | {"Δ": r"$\Delta$", "–": "--"}
+    marks |= {"\\": r"\textbackslash{}", "^": r"\^{}", "~": r"\~{}"}
     marks |= {"↑": r"$\uparrow$", "↓": r"$\downarrow$"}
     return "".join(marks.get(character, character) for character in text)
 
@@ -330,14 +333,15 @@ def write(models: list[Model], folder: Path) -> list[Path]:
 def draw(models: list[Model], folder: Path) -> list[Path]:
     """The main columns as bars, and PG-19's curves where they are complete."""
     panels, printed = {}, {}
+    names = {m.label: drawable(m.label) for m in models}
     for column in MAIN.columns:
-        values = {m.label: m.scores[column.key] for m in models if column.key in m.scores}
+        values = {names[m.label]: m.scores[column.key] for m in models if column.key in m.scores}
         if values:
             panels[heading(column)] = values
-            figures = {m.label: MAIN.figures(m.name).get(column.key) for m in models}
+            figures = {names[m.label]: MAIN.figures(m.name).get(column.key) for m in models}
             printed[heading(column)] = {label: x for label, x in figures.items() if x is not None}
     curves = {
-        m.label: [m.scores[bucket] for bucket in BUCKETS]
+        names[m.label]: [m.scores[bucket] for bucket in BUCKETS]
         for m in models
         if all(bucket in m.scores for bucket in BUCKETS)
     }

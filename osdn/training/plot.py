@@ -18,6 +18,12 @@ import matplotlib.pyplot as plt
 WINDOW = 257  # steps
 
 
+def drawable(name: str) -> str:
+    """A name for a legend: matplotlib reads `$` as mathematics and leaves out what starts with `_`."""
+    name = name.replace("$", r"\$")
+    return f" {name}" if name.startswith("_") else name
+
+
 def loss_curve(run: str | Path) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and losses of a run, at every step that was logged."""
     if not Path(run, METRICS).is_file():
@@ -55,7 +61,8 @@ def plot_losses(runs: Sequence[str | Path], output: str | Path) -> Path:
         steps_a_log = max(1, round(Metrics.read(run)[-1]["step"] / len(losses)))
         window = min(WINDOW // steps_a_log, len(losses) // 20) | 1
         smooth = rolling_mean(losses, window)
-        label = f"{Path(run).resolve().name}, {losses[-max(1, len(losses) // 80) :].mean():.3f} at the end"
+        end = losses[-max(1, len(losses) // 80) :].mean()
+        label = f"{drawable(Path(run).resolve().name)}, {end:.3f} at the end"
         last = tokens >= 0.75 * tokens[-1]
         whole.plot(tokens, smooth, lw=1.2, color=f"C{i}", label=label)
         final.plot(tokens[last], smooth[last], lw=1.2, color=f"C{i}")

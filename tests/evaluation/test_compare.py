@@ -228,3 +228,15 @@ def test_other_weights_and_fewer_documents_are_models_of_their_own(other, tmp_pa
 def test_averages_follow_from_the_newest_parts():
     stale = {"wikitext_ppl": Score(4.0), "lambada_ppl": Score(9.0), "lm_ppl": Score(100.0)}
     assert derive(stale)["lm_ppl"].value == pytest.approx(6.0)
+
+
+def test_any_name_can_be_tabled_and_drawn(tmp_path):
+    names = ["a$_$x", "_hidden", "p|q", "back\\slash {brace} ^~"]
+    for name in names:
+        save(tmp_path, name, {"wikitext_ppl": 2.0, "lambada_ppl": 3.0} | dict.fromkeys(BUCKETS, 20.0))
+    paths = {path.name: path for path in write(read([tmp_path]), tmp_path / "out")}
+    assert {"summary.svg", "pg19.svg"} <= paths.keys()
+    assert r"p\|q" in paths["compare.md"].read_text()
+    latex = paths["compare.tex"].read_text()
+    assert r"a\$\_\$x" in latex
+    assert r"back\textbackslash{}slash \{brace\} \^{}\~{}" in latex

@@ -171,13 +171,20 @@ class Evaluation:
             else:
                 texts = load_data(task.data, task.config, settings.data_dir)[task.split]["text"]
             count = min(settings.limit or len(texts), len(texts))
+            read = 0
+
+            def advance(done: int, total: int) -> None:
+                nonlocal read
+                read = done
+                report(done, total)
+
             try:
                 scores = position_perplexity(
-                    self.model, self.tokenizer, texts, count, self.tokens_at_once, report
+                    self.model, self.tokenizer, texts, count, self.tokens_at_once, advance
                 )
             except IndexError as error:  # of an embedding of positions
                 raise MissingDataError("the model has too few positions for a block") from error
-            return {"scores": scores, "documents": count}
+            return {"scores": scores, "documents": read}
         loaded = harness.load_task(task.name, self.tokenizer, settings.window, settings.data_dir)
         return harness.run_task(self.lm, task, loaded, settings.limit, report)
 

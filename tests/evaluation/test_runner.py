@@ -206,6 +206,7 @@ def test_any_text_serves_for_pg19(osdn, tmp_path):
     books.mkdir()
     (books / "one.txt").write_text(prose(0, 20_500))
     (books / "two.txt").write_text(prose(9, 41_000))
+    (books / "short.txt").write_text("too short for a block")
     done = run(osdn, "--suite", "pg19", "--books", books, "--output", tmp_path / "out")
     assert done.exit_code == 0, done.output
     content = json.loads((tmp_path / "out/pg19.json").read_text())

@@ -29,7 +29,7 @@ def hub_answers() -> bool:
 
 
 @contextmanager
-def patient() -> Iterator[None]:
+def no_waiting() -> Iterator[None]:
     """Models and data of the hub are looked for in its caches alone where it does not answer."""
     places = [huggingface_hub.constants]
     if "datasets" in sys.modules:

@@ -115,7 +115,8 @@ def implied(name: str, shape: dict[str, int], backward: bool) -> float:
 def measure(p: Problem, rounds: int, clock: Clock) -> list[dict[str, Any]]:
     """Forward, and forward and backward, of all that runs on this problem."""
     found = contenders(p)
-    where = " ".join(f"{name}={value}" for name, value in p.shape.items()) + ", bfloat16"
+    dtype = str(p.inputs[0].dtype).removeprefix("torch.")
+    where = " ".join(f"{name}={value}" for name, value in p.shape.items()) + f", {dtype}"
     tables = []
     for title, timed in (
         (f"forward, {where}", forward),

@@ -18,7 +18,7 @@ from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from datasets.naming import camelcase_to_snakecase
 
-from osdn.hub import hub_answers, patient
+from osdn.hub import hub_answers, no_waiting
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".arrow": "arrow"}
 NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # beside the data
@@ -40,7 +40,7 @@ def load_data(path: str, name: str | None = None, data_dir: str | Path | None = 
             return load_dataset(kind, data_files=files)
         except DatasetGenerationError as error:
             raise ValueError(f"{path} in {data_dir} cannot be read: {error.__cause__ or error}") from error
-    with bars(True), patient():
+    with bars(True), no_waiting():
         try:
             return load_dataset(path, name)
         except (OSError, ValueError) as error:  # ValueError: cached, but not this configuration

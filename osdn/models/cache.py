@@ -69,9 +69,9 @@ def check_cache(cache: Cache, num_layers: int, batch: int) -> None:
             f"past_key_values is a {type(cache).__name__} with layers {layers}; this model needs "
             f"{num_layers} of DeltaRuleCacheLayer: pass DynamicCache(config=model.config)"
         )
-    state = layers[0].load()
-    if state is not None and len(state.recurrent) != batch:
+    known = len(layers[0].recurrent_states[0]) if layers[0].has_previous_state[0] else batch
+    if known != batch:
         raise ValueError(
-            f"past_key_values continues {len(state.recurrent)} sequences; the batch has {batch}: pass the "
-            f"same sequences, or a new DynamicCache(config=model.config)"
+            f"past_key_values continues {known} sequences; the batch has {batch}: pass the same sequences, "
+            f"or a new DynamicCache(config=model.config)"
         )

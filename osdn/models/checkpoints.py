@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from osdn.hub import hub_answers, patient
+from osdn.hub import hub_answers, no_waiting
 from osdn.models.interchange import FORMATS, load_flash_linear_attention
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def load_model(path: str | Path, device: str = "cpu") -> PreTrainedModel:
     place = usable_device(device)
     dtype = torch.float32 if place.type == "cpu" else "auto"
     settings = saved_settings(path)
-    with patient():
+    with no_waiting():
         if settings.get("model_type") in FORMATS:
             model = load_flash_linear_attention(path, dtype=dtype)
         else:
@@ -33,7 +33,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     if not any(Path(path).glob("tokenizer*")):
         saved_settings(path)  # which says what is wrong with the path, if anything is
     try:
-        with patient():
+        with no_waiting():
             return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
@@ -49,7 +49,7 @@ def saved_settings(path: str | Path) -> dict[str, Any]:
         run = (folder / "model" / "config.json").is_file()
         hint = f"; it is a run, and its model is {folder / 'model'}" if run else ""
         raise ValueError(f"{path} is not a checkpoint: it has no config.json{hint}")
-    with patient():
+    with no_waiting():
         try:
             settings, _ = PreTrainedConfig.get_config_dict(path)
         except OSError as error:
@@ -67,7 +67,7 @@ def usable_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:  # the latter where PyTorch is built without the device
         there = f"cpu, cuda:0 to cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"
         raise ValueError(f"device is {name!r}, which cannot be used here; there is {there}") from error
     return device

@@ -26,6 +26,6 @@ def by_transforms() -> bool:
 
 
 def refuse_batched(backend: str, grads: Iterable[Any]) -> None:
-    """Of gradients that `is_grads_batched` or `vectorize` stacks, a kernel's backward would see one."""
+    """Gradients stacked by `is_grads_batched` or `vectorize` have no memory that a kernel could read."""
     if any(isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x) for x in grads):
         raise RuntimeError(f'backend="{backend}" has no batched gradients; use backend="chunkwise" for them')

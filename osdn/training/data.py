@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from osdn.hub import hub_answers, patient
+from osdn.hub import hub_answers, no_waiting
 
 END_OF_TEXT = "<|endoftext|>"
 FORMATS = {
@@ -84,7 +84,7 @@ def load_source(
         raise FileNotFoundError(f"data.source is {source}, and there is no such file or directory")
     else:
         try:
-            with patient():
+            with no_waiting():
                 data = load_dataset(source, name, split=split, streaming=streaming)
         except OSError as error:
             if hub_answers():
@@ -142,7 +142,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
         raise FileNotFoundError(f"data.tokenizer is {name}, and there is no such directory")
     try:
-        with patient():
+        with no_waiting():
             return AutoTokenizer.from_pretrained(Path(name).expanduser() if name.startswith("~") else name)
     except (OSError, ValueError) as error:
         raise ValueError(

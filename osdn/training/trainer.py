@@ -5,7 +5,6 @@ needs: it reads packed rows from a saved place in the stream, skips a step whose
 saves whole checkpoints only, and continues where it was when it is started again.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
@@ -308,12 +308,15 @@ def _alone(run: Path, settings: Settings) -> Iterator[None]:
     """No other process trains in the run's directory meanwhile."""
     _same_run(run, settings)
     run.mkdir(parents=True, exist_ok=True)
-    with (run / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{run} is being trained by another process; wait for it or end it") from None
+    lock = FileLock(run / ".lock", blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"{run} is being trained by another process; wait for it or end it") from None
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _prepare(run: Path, settings: Settings) -> Path | None:

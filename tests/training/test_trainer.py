@@ -1,6 +1,5 @@
 """Runs of the small model: they learn, continue exactly, and fail with a sentence."""
 
-import fcntl
 import json
 import logging
 import math
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -160,10 +160,9 @@ def test_a_finished_run_is_left_alone_and_another_is_not_mixed_with_it(write_con
 def test_a_directory_is_trained_in_by_one_process(write_config, tmp_path):
     settings = load_settings(write_config(training={"steps": 2}))
     (tmp_path / "run").mkdir()
-    with (tmp_path / "run" / ".lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="run is being trained by another process"):
-            train(settings)
+    held = FileLock(tmp_path / "run" / ".lock")
+    with held, pytest.raises(ValueError, match="run is being trained by another process"):
+        train(settings)
     train(settings)
 
 

@@ -133,10 +133,9 @@ def test_nan_stays_in_its_sequence_and_head(decay):
     assert not got["grad_v"][:, 66:].isnan().any()
 
 
-# float16 has no digits below its smallest normal number, and no number below a thousandth of that.
 BOUNDS = {
     torch.float32: SINGLE,
-    torch.float16: {"outputs": 3e-3, "gradients": 1e-2, "underflow": torch.finfo(torch.float16).tiny},
+    torch.float16: {"outputs": 3e-3, "gradients": 1e-2},
     torch.bfloat16: {"outputs": 2e-2, "gradients": 8e-2},
 }
 
@@ -168,7 +167,9 @@ def agrees_if_well_posed(operator, config: Config, dtype: torch.dtype = torch.fl
     problem = rounded(config, dtype)
     want = truth(operator, problem)
     assume(well_posed(operator, problem, want))
-    assert_close(kernels(operator, problem, dtype), want, **BOUNDS[dtype])
+    # Decays of e^-20 make gradients that float16, with no digits below its smallest normal number, cannot have.
+    bounds = BOUNDS[dtype] | ({"underflow": torch.finfo(dtype).tiny} if dtype == torch.float16 else {})
+    assert_close(kernels(operator, problem, dtype), want, **bounds)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

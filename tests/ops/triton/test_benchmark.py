@@ -63,7 +63,8 @@ def test_contenders_compute_the_same(peer):
 def test_every_variant_is_timed_next_to_what_is_implied():
     """One call each instead of ten, as there is no GPU to fill."""
     tables = bench_gpu.measure(Problem(1, 20, 1, 16, 12, DEVICE), 1, lambda call, repeat: on_cpu(call, 1))
-    assert [table["title"].split(", B=")[0] for table in tables] == ["forward", "forward and backward"]
+    where = "B=1 T=20 H=1 K=16 V=12, float32"
+    assert [table["title"] for table in tables] == [f"forward, {where}", f"forward and backward, {where}"]
     for table in tables:
         ours = {name: row for name, row in table["ms"].items() if name.endswith(", triton")}
         assert len(ours) == 7

@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from osdn.ops import available_backends, delta_rule, online_scaled_delta_rule, precondition_keys
-from tests.ops.problems import Config, make
+from osdn.ops import available_backends, delta_rule, newton_keys, precondition_keys
+from tests.ops.problems import OPERATORS, Config, make
 
-OPERATORS = [precondition_keys, delta_rule, online_scaled_delta_rule]
-TENSORS = ("q", "k", "v", "beta", "write_keys", "log_decay", "retention", "initial_scale", "initial_state")
-REQUIRED = ("q", "k", "v", "beta")
+TENSORS = (
+    "q", "k", "v", "beta", "gain", "write_keys", "log_decay", "retention", "center", "initial_state",
+    "initial_scale", "initial_covariance", "initial_gram",
+)  # fmt: skip
+REQUIRED = ("q", "k", "v", "beta", "gain", "center")
 CONFIG = Config(
     (4, 3),
     packed=True,
@@ -37,7 +39,7 @@ def misshapen(name, x):
     yield x[None]
     yield x[..., :0]
     yield x.sum()
-    if name != "initial_scale":  # which may be shared by all sequences
+    if not name.startswith("initial_") or name == "initial_state":  # others may be shared by all sequences
         yield x[0]
     for dim in range(x.ndim):
         yield torch.cat([x, x.narrow(dim, 0, 1)], dim)
@@ -46,11 +48,11 @@ def misshapen(name, x):
 
 def malformed_tensors(name, x):
     yield from (x.long(), x.bool(), x.to(torch.complex64), x.to(torch.float8_e4m3fn))
-    yield from (x.to("meta"), x.to_sparse(), torch.nested.nested_tensor([x[0]], layout=torch.jagged))
+    yield from (x.to("meta"), x.to_sparse(), torch.nested.nested_tensor([x[:1]], layout=torch.jagged))
     yield from ("tensor", x.tolist(), x.numpy(), object())
     if name in REQUIRED:
         yield None
-    if name != "retention":
+    if name not in ("retention", "center"):
         yield 1.0
 
 
@@ -72,6 +74,9 @@ MALFORMED_OPTIONS = {
         "ab",
         torch.tensor([0.5, 2.0]),
     ],
+    "prior": [0, -1.0, torch.nan, torch.inf, 1e39, 10**400, None, "1", True, torch.tensor(1.0)],
+    "block_size": [0, -1, 2, 5, 1.0, None, "1", True, torch.tensor(1)],
+    "squash": [0.99, -1.5, torch.nan, torch.inf, None, "1.5", True, torch.tensor(1.5)],
     "beta_aware": [None, 1, 0, "yes", torch.tensor(True)],
     "output_final_state": [None, 1, "yes", torch.tensor([])],
     "retention": [-0.1, torch.nan, torch.inf, 10**400, True],
@@ -133,7 +138,7 @@ def test_a_malformed_argument_is_named(operator, name, backend):
 @cases(*TENSORS)
 def test_a_shape_that_does_not_fit_is_refused(operator, name):
     """The message names the argument; of those that set the sizes, maybe another one's."""
-    named = "|".join(TENSORS) if name in ("k", "v", "beta") else name
+    named = "|".join((*TENSORS, "block_size")) if name in ("k", "v", "beta", "gain") else name
     for bad in misshapen(name, good(operator)[name]):
         refuses(operator, good(operator) | {name: bad}, f"({named})", "auto")
 
@@ -163,6 +168,10 @@ def test_value_heads_are_a_multiple_of_key_heads():
     arguments = good(precondition_keys) | {"retention": None, "initial_scale": None}
     for heads in (1, 3, 6):
         refuses(precondition_keys, arguments | {"beta": torch.rand(1, 7, heads)}, "beta", "auto")
+
+
+def test_a_covariance_keeps_at_most_all_of_itself():
+    refuses(newton_keys, good(newton_keys) | {"retention": 1.001}, "retention", "auto")
 
 
 def test_a_refusal_says_what_it_got_and_what_it_wants():

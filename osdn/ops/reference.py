@@ -1,6 +1,6 @@
 """The two phases as they are defined, token by token: the oracle every other backend is compared with.
 
-`scan_state` and, for the rules of phase 1, `scan_scale`, `scan_covariance` and `scan_gram` are the definition;
+`scan_state` and, for each rule of phase 1, `scan_scale`, `scan_covariance` or `scan_gram` are the definition;
 autograd differentiates them as they stand.  The two functions below them fill in defaults and run the loops
 once for every packed sequence.
 """

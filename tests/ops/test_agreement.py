@@ -8,7 +8,6 @@ from hypothesis import assume, given, settings
 from osdn.ops import delta_rule, online_scaled_delta_rule
 from tests.ops.problems import (
     BACKENDS,
-    BOTH,
     OPERATORS,
     Config,
     Problem,

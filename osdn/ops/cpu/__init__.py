@@ -150,21 +150,8 @@ def _forward(
     """Outputs, final state, final scale; with `save` also the errors and the checkpoints of both states."""
     outputs = _forward_outputs(k, v, cu_seqlens, numbers, save)
     cuts = _host_boundaries(cu_seqlens, k.shape[1])
-    inputs = (
-        q,
-        k,
-        v,
-        beta,
-        write_keys,
-        log_decay,
-        retention,
-        initial_scale,
-        initial_state,
-        gain,
-        center,
-        cuts,
-    )
-    tensors = dict(zip(POINTERS, (*inputs, *outputs)))
+    phase1 = (retention, initial_scale, initial_state, gain, center)
+    tensors = dict(zip(POINTERS, (q, k, v, beta, write_keys, log_decay, *phase1, cuts, *outputs)))
     _run("forward", tensors, outputs[1].shape[0], v.shape[2], numbers)
     return outputs
 

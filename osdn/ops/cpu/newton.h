@@ -32,12 +32,20 @@ class Covariance {
         std::memcpy(&x, place + i, sizeof x);
         return x;
     }
+    // f(i, start) for every vector i of channels, `start` being the first channel of its block.
+    template <Layout L, class F>
+    INLINE void each_vector(F&& f) const {
+        for (int i = 0, start = 0; i < Kp; i += W<R>) {
+            if (L == ACROSS && i - start == b) start = i;
+            f(i, start);
+        }
+    }
     // Vector i of the row x_j; `own` is vector i of x itself.
     template <Layout L>
-    INLINE Vec<R> spread(const R* x, Vec<R> own, int j, int i, Int lanes) const {
+    INLINE Vec<R> spread(const R* x, Vec<R> own, int j, int i, int start, Int lanes) const {
         if constexpr (L == DIAGONAL) return own;
         if constexpr (L == WITHIN) return __builtin_shuffle(own, lanes + j);
-        if constexpr (L == ACROSS) return splat(x[i / b * b + j]);
+        if constexpr (L == ACROSS) return splat(x[start + j]);
         Vec<R> out = {};
         for (int m = 0; m < W<R> && i + m < K; m++) out[m] = x[(i + m) / b * b + j];
         return out;
@@ -66,14 +74,16 @@ class Covariance {
         for (int m = 0; m < W<R> && i + m < K; m++) r[m] = per_block[(i + m) / b];
         return r;
     }
-    // Runs f<layout>() for the layout at hand.
+    // Runs f(layout, whether anything is not retained).
     template <class F>
     INLINE auto dispatch(F&& f) const {
+        const bool forgets = call.retention_kind || call.constant_retention != 1;
+        const auto with = [&](auto L) { return forgets ? f(L, std::true_type{}) : f(L, std::false_type{}); };
         switch (layout) {
-            case DIAGONAL: return f(std::integral_constant<Layout, DIAGONAL>{});
-            case WITHIN: return f(std::integral_constant<Layout, WITHIN>{});
-            case ACROSS: return f(std::integral_constant<Layout, ACROSS>{});
-            default: return f(std::integral_constant<Layout, ANY>{});
+            case DIAGONAL: return with(std::integral_constant<Layout, DIAGONAL>{});
+            case WITHIN: return with(std::integral_constant<Layout, WITHIN>{});
+            case ACROSS: return with(std::integral_constant<Layout, ACROSS>{});
+            default: return with(std::integral_constant<Layout, ANY>{});
         }
     }
     // f(where a row of a block lies in P, where in a tensor)
@@ -82,53 +92,55 @@ class Covariance {
         for (int i = 0; i < K; i += b)
             for (int j = 0; j < b; j++) f(j * int64_t(Kp) + i, (i + j) * int64_t(b));
     }
-    // y_i = Σ_j P_j[i] x_j[i] for vector i.
+    // Σ_j P_j[i] x_j[i] for vector i.
     template <Layout L>
-    INLINE Vec<R> product(const R* P, const R* x, Vec<R> own, int i, Int lanes) const {
+    INLINE Vec<R> product(const R* P, const R* x, Vec<R> own, int i, int start, Int lanes) const {
         if constexpr (L == DIAGONAL) return load(P + i) * own;
-        Vec<R> sum[2] = {};
+        constexpr int M = L == ACROSS ? 4 : 2;  // sums at once: the additions of one wait for each other
+        Vec<R> sum[M] = {};
         int j = 0;
-        for (; j + 2 <= b; j += 2)
-            for (int m = 0; m < 2; m++) sum[m] += load(P + (j + m) * int64_t(Kp) + i) * spread<L>(x, own, j + m, i, lanes);
-        if (j < b) sum[0] += load(P + j * int64_t(Kp) + i) * spread<L>(x, own, j, i, lanes);
-        return sum[0] + sum[1];
+        for (; j + M <= b; j += M)
+            UNROLL
+            for (int m = 0; m < M; m++)
+                sum[m] += load(P + (j + m) * int64_t(Kp) + i) * spread<L>(x, own, j + m, i, start, lanes);
+        for (; j < b; j++) sum[0] += load(P + j * int64_t(Kp) + i) * spread<L>(x, own, j, i, start, lanes);
+        for (int m = 1; m < M; m++) sum[0] += sum[m];
+        return sum[0];
     }
 
-    template <Layout L>
+    template <Layout L, bool FORGETS>
     Feedback<R> forward(const R* P, R* next, const R* k, R* w, int64_t t) const {
         const Int first = lanes<L>();
         Vec<R> dot[2] = {};
-        for (int i = 0, odd = 0; i < Kp; i += W<R>, odd ^= 1) {
-            const Vec<R> k_i = load(k + i), y = product<L>(P, k, k_i, i, first);
-            store(w + i, y);
-            dot[odd] += y * k_i;
-        }
+        R* y = L == DIAGONAL ? w : spare;
+        each_vector<L>([&](int i, int start) {
+            const Vec<R> k_i = load(k + i), y_i = product<L>(P, k, k_i, i, start, first);
+            store(y + i, y_i);
+            dot[i / W<R> % 2] += y_i * k_i;
+        });
         Feedback<R> f;
         f.b = *head.per_head(call.beta, t);
         f.dot = total<R>(dot[0] + dot[1]);
         f.n = 1 + f.b * f.dot;
-        f.step = f.b / f.n;
-        const R r = retention.at(t), inverse = 1 / f.n;
-        const bool keeps = call.retention_kind || r != R(1);
+        const R inverse = 1 / f.n, step = f.b * inverse, r = retention.at(t);
+        f.step = step;
         const int rows = L == DIAGONAL ? 1 : b;
-        for (int i = 0; i < Kp; i += W<R>) {
-            const Vec<R> y = load(w + i);
-            const Vec<R> r_i = keeps ? kept(t, i, r) : Vec<R>{}, rest = (1 - r_i) * prior;
+        each_vector<L>([&](int i, int start) {
+            const Vec<R> y_i = load(y + i);
+            const Vec<R> r_i = FORGETS ? kept(t, i, r) : Vec<R>{}, rest = (1 - r_i) * prior;
             for (int j = 0; j < rows; j++) {
                 const int64_t at = j * int64_t(Kp) + i;
                 // y y' first: rounded like this, P stays exactly symmetric
-                Vec<R> p = load(P + at) - f.step * (y * spread<L>(w, y, j, i, first));
-                if (keeps) p = r_i * p + rest * diagonal<L>(j, i);
+                Vec<R> p = load(P + at) - step * (y_i * spread<L>(y, y_i, j, i, start, first));
+                if (FORGETS) p = r_i * p + rest * diagonal<L>(j, i);
                 store(next + at, p);
             }
-            if constexpr (L != ACROSS && L != ANY) store(w + i, y * inverse);
-        }
-        if constexpr (L == ACROSS || L == ANY)  // whose blocks look beyond their own vector
-            for (int i = 0; i < Kp; i += W<R>) store(w + i, load(w + i) * inverse);
+            store(w + i, y_i * inverse);
+        });
         return f;
     }
 
-    template <Layout L>
+    template <Layout L, bool FORGETS>
     void backward(const Feedback<R>& f, const R* P, const R* k, const R* w, const R* grad_w, R* G, R* grad_k,
                   int64_t t) const {
         const Int first = lanes<L>();
@@ -137,12 +149,13 @@ class Covariance {
         R *y = spare, *Gy = y + Kp, *dy = Gy + Kp;
         for (int i = 0; i < Kp; i += W<R>) store(y + i, load(w + i) * f.n);
         Vec<R> yGy = {}, wy = {}, to_r = {};
-        for (int i = 0; i < Kp; i += W<R>) {
-            const Vec<R> y_i = load(y + i), g = product<L>(G, y, y_i, i, first), r_i = kept(t, i, r);
-            store(Gy + i, r_i * g);
-            yGy += r_i * g * y_i;
+        each_vector<L>([&](int i, int start) {
+            const Vec<R> y_i = load(y + i), g = product<L>(G, y, y_i, i, start, first);
+            const Vec<R> kept_g = FORGETS ? kept(t, i, r) * g : g;
+            store(Gy + i, kept_g);
+            yGy += kept_g * y_i;
             wy += load(grad_w + i) * y_i;
-            if (call.grad_retention) {
+            if (FORGETS && call.grad_retention) {
                 Vec<R> sum = -f.step * y_i * g;
                 for (int j = 0; j < rows; j++) {
                     const int64_t at = j * int64_t(Kp) + i;
@@ -151,12 +164,11 @@ class Covariance {
                 to_r += sum;
                 store(dy + i, sum);
             }
-        }
-        if (call.grad_retention && call.retention_kind == 1)
-            *head.per_head(call.grad_retention, t) = total<R>(to_r);
-        if (call.grad_retention && call.retention_kind == 2) {
+        });
+        if (FORGETS && call.grad_retention) {
+            if (call.retention_kind == 1) *head.per_head(call.grad_retention, t) = total<R>(to_r);
             R* out = head.row(call.grad_retention, t, call.HV, head.hv, K / b);
-            for (int i = 0; i < K; i += b) {
+            for (int i = 0; i < K && call.retention_kind == 2; i += b) {
                 R sum = 0;
                 for (int j = 0; j < b; j++) sum += dy[i + j];
                 *out++ = sum;
@@ -165,24 +177,26 @@ class Covariance {
         const R grad_step = -total<R>(yGy), inverse = 1 / f.n;
         const R grad_n = -(total<R>(wy) + grad_step * f.b) * inverse * inverse;
         *head.per_head(call.grad_beta, t) += grad_step * inverse + grad_n * f.dot;
-        const R grad_dot = grad_n * f.b;
+        const R grad_dot = grad_n * f.b, twice = 2 * f.step;
         for (int i = 0; i < Kp; i += W<R>)
-            store(dy + i, load(grad_w + i) * inverse + grad_dot * load(k + i) - 2 * f.step * load(Gy + i));
-        for (int i = 0; i < Kp; i += W<R>) {
-            const Vec<R> k_i = load(k + i), dy_i = load(dy + i), r_i = kept(t, i, r), half = splat(R(0.5));
-            store(grad_k + i, load(grad_k + i) + grad_dot * load(y + i) + product<L>(P, dy, dy_i, i, first));
+            store(dy + i, load(grad_w + i) * inverse + grad_dot * load(k + i) - twice * load(Gy + i));
+        each_vector<L>([&](int i, int start) {
+            const Vec<R> k_i = load(k + i), dy_i = load(dy + i), r_i = FORGETS ? kept(t, i, r) : splat(R(1));
+            const Vec<R> half_k = k_i * R(0.5), half_dy = dy_i * R(0.5);
+            store(grad_k + i, load(grad_k + i) + grad_dot * load(y + i) + product<L>(P, dy, dy_i, i, start, first));
             for (int j = 0; j < rows; j++) {  // the symmetric part: half of dy k' and half of k dy'
                 const int64_t at = j * int64_t(Kp) + i;
-                const Vec<R> k_j = spread<L>(k, k_i, j, i, first), dy_j = spread<L>(dy, dy_i, j, i, first);
-                store(G + at, r_i * load(G + at) + half * (dy_i * k_j + k_i * dy_j));
+                const Vec<R> g = FORGETS ? r_i * load(G + at) : load(G + at);
+                store(G + at, g + half_dy * spread<L>(k, k_i, j, i, start, first) +
+                                  half_k * spread<L>(dy, dy_i, j, i, start, first));
             }
-        }
+        });
     }
 
 public:
     explicit Covariance(const Head<R>& h)
         : head(h), call(h.call), K(h.K), Kp(h.Kp), b(int(h.call.block)), prior(R(h.call.prior)) {
-        layout = b == 1 ? DIAGONAL : W<R> % b == 0 ? WITHIN : b % W<R> == 0 ? ACROSS : ANY;
+        layout = b == 1 ? DIAGONAL : b % W<R> == 0 ? ACROSS : W<R> % b == 0 ? WITHIN : ANY;
     }
     static constexpr int ROWS_OF_SCRATCH = 4;
     void take(R* memory) {
@@ -206,12 +220,12 @@ public:
         for (int i = 0; i < K; i++) P[i % b * int64_t(Kp) + i] = prior;
     }
     INLINE Feedback<R> step(const R* P, R* next, const R* k, R* w, int64_t t) const {
-        return dispatch([&](auto L) { return forward<L>(P, next, k, w, t); });
+        return dispatch([&](auto L, auto forgets) { return forward<L, forgets>(P, next, k, w, t); });
     }
     // The symmetric gradient G of the covariance after the token leaves as that of the one before it.
     INLINE void step_back(const Feedback<R>& f, const R* P, const R* k, const R* w, const R* grad_w, R* G, R* grad_k,
                           int64_t t) const {
-        dispatch([&](auto L) { backward<L>(f, P, k, w, grad_w, G, grad_k, t); });
+        dispatch([&](auto L, auto forgets) { backward<L, forgets>(f, P, k, w, grad_w, G, grad_k, t); });
     }
 };
 

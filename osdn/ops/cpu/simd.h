@@ -182,6 +182,13 @@ INLINE void totals(const Vec<R> (&x)[4], R (&out)[4]) {
 
 INLINE int round_up(int64_t n, int multiple) { return int((n + multiple - 1) / multiple * multiple); }
 
+template <class R>
+constexpr R inverse_factorial(int n) {
+    double x = 1;
+    for (int i = 2; i <= n; i++) x /= i;
+    return R(x);
+}
+
 // exp by splitting off a power of two and a Taylor series on [-ln2/2, ln2/2]; below `least` it is zero.
 template <class R>
 INLINE Vec<R> exponential(Vec<R> x) {
@@ -189,8 +196,9 @@ INLINE Vec<R> exponential(Vec<R> x) {
     const Vec<R> shifted = x * R(1.4426950408889634) + B::magic;
     const Vec<R> n = shifted - B::magic;
     const Vec<R> r = (x - n * B::ln2_high) - n * B::ln2_low;
-    Vec<R> series = splat<R>(1);
-    for (int i = B::terms; i >= 1; i--) series = series * r * (R(1) / R(i)) + R(1);
+    Vec<R> series = splat(inverse_factorial<R>(B::terms));
+    UNROLL
+    for (int i = B::terms - 1; i >= 0; i--) series = series * r + inverse_factorial<R>(i);
     typename B::type power;
     std::memcpy(&power, &shifted, sizeof power);
     power = (power + B::bias) << B::mantissa;
@@ -203,7 +211,11 @@ INLINE Vec<R> exponential(Vec<R> x) {
 
 template <class R>
 INLINE Vec<R> magnitude(Vec<R> x) {
-    return x < 0 ? -x : x;
+    typename Bits<R>::type bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    bits &= std::numeric_limits<typename Bits<R>::element>::max();  // all but the sign
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
 }
 
 // 1 / x: in float32 an estimate and a step of Newton's method, a fraction of a division's time.
@@ -219,7 +231,7 @@ INLINE Vec<R> reciprocal(Vec<R> x) {
 }
 
 // log of normal positive numbers: with x = 2^n m and z = (m - 1) / (m + 1), n log 2 + 2 (z + z³/3 + z⁵/5 + ...),
-// m between sqrt(1/2) and sqrt(2).  What is not positive has none: NaN.
+// m between sqrt(1/2) and sqrt(2).  What is not positive and finite gives NaN.
 template <class R>
 INLINE Vec<R> logarithm(Vec<R> x) {
     using B = Bits<R>;
@@ -233,10 +245,11 @@ INLINE Vec<R> logarithm(Vec<R> x) {
     const Vec<R> n = __builtin_convertvector(exponent, Vec<R>);
     const Vec<R> z = (m - 1) * reciprocal<R>(m + 1), z2 = z * z;
     Vec<R> series = splat(R(2) / R(2 * B::log_terms + 1));
+    UNROLL
     for (int i = B::log_terms - 1; i >= 0; i--) series = series * z2 + R(2) / R(2 * i + 1);
     const Vec<R> result = n * B::ln2_high + (n * B::ln2_low + z * series);
-    const Vec<R> finite = x <= std::numeric_limits<R>::max() ? result : x;  // infinity and NaN are their own
-    return x > 0 ? finite : splat(std::numeric_limits<R>::quiet_NaN());
+    const auto valid = (x > 0) & (x <= std::numeric_limits<R>::max());
+    return valid ? result : splat(std::numeric_limits<R>::quiet_NaN());
 }
 
 // --------------------------------------------------------------------------------- the four inner loops

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osdn.ops import chunkwise
-from osdn.ops.checks import Phase1, Scaling
+from osdn.ops.checks import Newton, Phase1, Scaling
 
 
 def available(device: str | torch.device = "cuda") -> bool:
@@ -26,11 +26,10 @@ def available(device: str | torch.device = "cuda") -> bool:
 def precondition_keys(k: Tensor, phase1: Phase1, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     from osdn.ops.triton import autograd
 
-    rule, beta, retention, initial, _ = phase1
-    if not isinstance(rule, Scaling):
+    if isinstance(phase1.rule, Newton) and phase1.rule.block_size > 1:  # for which there is no kernel
         w, final = chunkwise.precondition_keys(k.float(), phase1, cu_seqlens)
         return w.to(k.dtype), final
-    return autograd.precondition_keys(k, beta, retention, initial, rule, cu_seqlens)
+    return autograd.precondition_keys(k, phase1, cu_seqlens)
 
 
 def delta_rule(
@@ -62,13 +61,11 @@ def preconditioned_delta_rule(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from osdn.ops.triton import autograd
 
-    rule, _, retention, initial, _ = phase1
-    if not isinstance(rule, Scaling):
+    arguments = (log_decay, initial_state, scale, cu_seqlens)
+    if isinstance(phase1.rule, Newton) and phase1.rule.block_size > 1:
         w, final = precondition_keys(k, phase1, cu_seqlens)
-        return *delta_rule(q, k, v, beta, w, log_decay, initial_state, scale, cu_seqlens), final
-    return autograd.online_scaled_delta_rule(
-        q, k, v, beta, retention, initial, rule, log_decay, initial_state, scale, cu_seqlens
-    )
+        return *delta_rule(q, k, v, beta, w, *arguments), final
+    return autograd.preconditioned_delta_rule(q, k, v, beta, phase1, *arguments)
 
 
 def decode_(
@@ -85,7 +82,7 @@ def decode_(
 ) -> tuple[Tensor, Tensor]:
     """One token or a few of every sequence, both phases in one launch, `state` updated in place.
 
-    For an engine that owns its state.  The arguments are those of `online_scaled_delta_rule`, settings=None
+    For an engine that owns its state.  The arguments are those of online scaling, settings=None
     being the delta rule without phase 1.  Returns the outputs [B, T, HV, V] and the final scale [B, HV, K],
     which has no elements without phase 1.
     """

@@ -8,6 +8,7 @@ from torch import nn
 
 from osdn.models.checkpoints import saved_settings
 from osdn.models.configuration_osdn import OSDNConfig
+from osdn.models.identity import preset_of
 from osdn.models.interchange import FORMATS, config_from_flash_linear_attention
 from osdn.models.modeling_osdn import OSDNForCausalLM
 from osdn.models.presets import PRESETS
@@ -91,7 +92,7 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
         config = _config(model) if isinstance(model, (str, Path)) else model
         with torch.device("meta"):
             model = OSDNForCausalLM(config)
-    preset = _preset(config)
+    preset = preset_of(config)
     heads = config.num_hidden_layers * config.num_v_heads
     own = [p for name, p in model.named_parameters() if ".preconditioner." in name]
     return Description(
@@ -139,15 +140,3 @@ def _forward_flops(model: OSDNForCausalLM, config: OSDNConfig) -> int:
     heads, K, V = config.num_hidden_layers * config.num_v_heads, config.head_k_dim, config.head_v_dim
     recurrence = heads * (6 * K * V + (8 * K if config.preconditioner is not None else 0))
     return 2 * weights + recurrence
-
-
-def _preset(config: OSDNConfig) -> str | None:
-    """The name of the preset with these shapes and this preconditioner."""
-    for name in PRESETS:
-        preset = OSDNConfig.from_preset(name)
-        if preset.mixer | {"backend": None} == config.mixer | {"backend": None} and all(
-            getattr(preset, k) == getattr(config, k)
-            for k in ("backbone", "vocab_size", "num_hidden_layers", "intermediate_size")
-        ):
-            return name
-    return None

@@ -20,7 +20,6 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from osdn.evaluation import harness
-from osdn.evaluation.columns import Score, derive
 from osdn.evaluation.data import MissingDataError, bars, load_data
 from osdn.evaluation.perplexity import CONTEXT, Report, document_perplexity, position_perplexity
 from osdn.evaluation.recall import ROOM, WINDOW
@@ -28,7 +27,8 @@ from osdn.evaluation.suites import FINEWEB_EDU, PG19, SUITES, Task, select
 from osdn.models import OSDNForCausalLM
 from osdn.models.checkpoints import load_model, load_tokenizer
 from osdn.models.describe import model_name
-from osdn.records import save_json
+from osdn.results.scores import Score, derive
+from osdn.results.store import save_json
 from osdn.training.data import load_source
 
 FINEWEB_DOCUMENTS = 10_000  # the last of sample-10BT, as the paper's train[-10000:]

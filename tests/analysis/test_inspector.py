@@ -13,7 +13,7 @@ from osdn.analysis.inspector import COLUMNS, inspect_prompt, write_page
 from osdn.analysis.prompts import Prompt
 from osdn.analysis.residuals import residuals, scale_trajectory
 from osdn.cli import app
-from tests.analysis.browser import CHROMIUM, DRIVER, browser
+from tests.browser import CHROMIUM, DRIVER, browser
 from tests.analysis.models import byte_tokenizer
 from tests.models.variants import make, tokens
 

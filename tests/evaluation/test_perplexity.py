@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from osdn.evaluation.paper import BUCKETS
+from osdn.results.paper import BUCKETS
 from osdn.evaluation.perplexity import (
     blocks,
     document_losses,

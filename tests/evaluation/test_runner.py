@@ -12,7 +12,7 @@ from osdn.analysis.report import collect
 from osdn.cli import app
 from osdn.evaluation import harness
 from osdn.evaluation.columns import BY_SUITE, MEANS
-from osdn.evaluation.paper import BUCKETS
+from osdn.results.paper import BUCKETS
 from osdn.evaluation.suites import SUITES
 from osdn.models.checkpoints import load_model, load_tokenizer
 from tests.analysis.models import byte_tokenizer

@@ -66,7 +66,7 @@ def describe(results: Results) -> str:
     words = [f"{settings['steps']} steps", f"width {settings['width']}", f"{task['length']} tokens"]
     if "pairs" in task:
         words.insert(0, f"{task['pairs']} pairs, {task['passes']} pass{'es' * (task['passes'] > 1)}")
-        words += [f"{task['overwrites']} overwritten"] if task["overwrites"] else []
+        words += [f"{task['overwrites']} overwritten"] if task.get("overwrites") else []
     return ", ".join(words)
 
 

@@ -13,11 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from osdn.results.statistics import estimate
-from osdn.results.style import GREY, INK, colours, legend, legend_label, panel
+from osdn.results.style import GREY, INK, colours, legend, legend_label, panel, styled
 
 Results = Mapping[str, Sequence[dict[str, Any]]]
 
 
+@styled
 def learning_curves(results: Results, quantity: str) -> Figure:
     """Loss or accuracy during training."""
     figure, axes = panel("training step", f"training {quantity}")
@@ -27,6 +28,7 @@ def learning_curves(results: Results, quantity: str) -> Figure:
     return figure
 
 
+@styled
 def accuracy_by_pairs(results: Results) -> Figure:
     """Recall against the number of pairs, one line style per number of passes."""
     figure, axes = panel("key–value pairs", "accuracy")
@@ -49,6 +51,7 @@ def accuracy_by_pairs(results: Results) -> Figure:
     return figure
 
 
+@styled
 def residual_by_position(
     results: Results, boundaries: Sequence[tuple[int, str]] = (), bins: int = 32
 ) -> Figure:
@@ -71,6 +74,7 @@ def residual_by_position(
     return figure
 
 
+@styled
 def loss_by_position(results: Results, bins: int = 16) -> Figure:
     """Validation loss along the sequence."""
     figure, axes = panel("position", "validation loss, nats per token")
@@ -82,6 +86,7 @@ def loss_by_position(results: Results, bins: int = 16) -> Figure:
     return figure
 
 
+@styled
 def step_size_sweep(
     lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], levels: Results, metric: str
 ) -> Figure:
@@ -103,6 +108,7 @@ def step_size_sweep(
     return figure
 
 
+@styled
 def scale_heat_map(scale: Any, title: str, tokens: Sequence[tuple[int, str]] = ()) -> Figure:
     """d over features and time for one prompt, `[T, features]`; white is 1, no change."""
     figure, axes = panel("position", "feature")
@@ -118,6 +124,7 @@ def scale_heat_map(scale: Any, title: str, tokens: Sequence[tuple[int, str]] = (
     return figure
 
 
+@styled
 def speed_bars(names: Sequence[str], values: Sequence[float], label: str) -> Figure:
     """Few numbers, written out; peers are grey."""
     figure, axes = panel(label, size=(4.6, 0.6 + 0.36 * len(names)))

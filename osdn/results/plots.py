@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from osdn.results.losses import loss_curve, smooth
 from osdn.results.scores import Score
-from osdn.results.style import GREY, INK, colours, legend, legend_label, panel, panels, save
+from osdn.results.style import GREY, INK, colours, legend, legend_label, panel, panels, save, styled
 
 __all__ = ["contraction", "heads", "losses", "perplexity_by_position", "save", "scale", "score_bars", "tasks"]
 T = TypeVar("T")
@@ -19,6 +19,7 @@ ABSURD = 1e4  # a score this large is written out rather than drawn
 Diagnoses = Mapping[str, dict[str, Any]]  # contents of diagnosis.json by label
 
 
+@styled
 def losses(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
     """Loss curves, as in the paper's "Token-vs-CE training trajectories", by label.
 
@@ -54,6 +55,7 @@ def losses(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
     return figure
 
 
+@styled
 def score_bars(
     metrics: Mapping[str, Mapping[str, Score]], printed: Mapping[str, Mapping[str, float]]
 ) -> Figure:
@@ -93,6 +95,7 @@ def score_bars(
     return figure
 
 
+@styled
 def perplexity_by_position(curves: Mapping[str, list[Score]]) -> Figure:
     """Perplexity by position, as in the paper's "Auxiliary PG-19 length-extrapolation diagnostic"."""
     figure, axes = panel("position, thousands of tokens", "perplexity", (6.4, 3.4))
@@ -110,6 +113,7 @@ def perplexity_by_position(curves: Mapping[str, list[Score]]) -> Figure:
     return figure
 
 
+@styled
 def contraction(results: Diagnoses) -> Figure:
     """(a) q_geo by position, (b) overall: the paper's "Direct theorem-facing residual contraction"."""
     figure, [[left, right]] = panels(1, 2, (7.8, 3.2), width_ratios=(2, 1))
@@ -136,6 +140,7 @@ def contraction(results: Diagnoses) -> Figure:
     return figure
 
 
+@styled
 def tasks(results: Diagnoses) -> Figure:
     """q_geo by position, one panel per task."""
     names = sorted({task for result in results.values() for task in result["tasks"]})
@@ -154,6 +159,7 @@ def tasks(results: Diagnoses) -> Figure:
     return figure
 
 
+@styled
 def heads(results: Diagnoses) -> Figure:
     """q_geo of every layer and head."""
     figure, [row] = panels(1, len(results), (2.6 * len(results) + 1.6, 3.6), sharey=True)
@@ -167,6 +173,7 @@ def heads(results: Diagnoses) -> Figure:
     return figure
 
 
+@styled
 def scale(results: Diagnoses) -> Figure:
     """The scale's mean and spread by layer and position, and how much of it the box holds back."""
     results = {label: result for label, result in results.items() if result["scale"]}
@@ -202,6 +209,7 @@ def diagnosis(results: Diagnoses) -> dict[str, Figure]:
     return drawn
 
 
+@styled
 def operator_times(series: Mapping[str, Mapping[int, float]], title: str) -> Figure:
     """Milliseconds against tokens; "limit" is the arithmetic that cannot be avoided."""
     figure, axes = panel("tokens T", "milliseconds, forward", (6.4, 4.2))

@@ -112,7 +112,7 @@ def _figures(spec: PaperTable, comparisons: list[Comparison], store: Store) -> l
     if spec is TRAINING:
         runs = {labels[model_key(run.model)]: run.lines for run in store.runs if run.lines}
         return [plots.losses(runs)] if runs else []
-    name = {GENERAL: "summary", PG19: "pg19"}.get(spec, "")
+    name = "summary" if spec is GENERAL else "pg19" if spec is PG19 else ""
     found = [comparing.figures(comparison).get(name) for comparison in comparisons] if name else []
     return [one for one in found if one is not None]
 

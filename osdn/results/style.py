@@ -31,6 +31,7 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be searched, and scales with the page's font
     "svg.hashsalt": "osdn",  # the same figure is the same bytes
 }
+styled = matplotlib.rc_context(STYLE)  # a decorator: matplotlib reads some settings only as it draws
 GREY = "#6b7482"
 INK = "#20242c"
 

@@ -13,8 +13,8 @@ from osdn.analysis.inspector import COLUMNS, inspect_prompt, write_page
 from osdn.analysis.prompts import Prompt
 from osdn.analysis.residuals import residuals, scale_trajectory
 from osdn.cli import app
-from tests.browser import CHROMIUM, DRIVER, browser
 from tests.analysis.models import byte_tokenizer
+from tests.browser import CHROMIUM, DRIVER, browser
 from tests.models.variants import make, tokens
 
 needs_browser = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium with chromedriver")

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from osdn.analysis import commands, throughput
 from osdn.cli import app
-from osdn.results.paper import THROUGHPUT
 from osdn.models.describe import PAPER_STATE_MIB
+from osdn.results.paper import THROUGHPUT
 
 
 def test_backbones_stay_together_behind_their_baseline():

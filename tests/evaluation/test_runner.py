@@ -6,15 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from osdn.analysis.report import collect
+from osdn.evaluation.columns import BY_SUITE, MEANS
 from typer.testing import CliRunner
 
-from osdn.analysis.report import collect
 from osdn.cli import app
 from osdn.evaluation import harness
-from osdn.evaluation.columns import BY_SUITE, MEANS
-from osdn.results.paper import BUCKETS
 from osdn.evaluation.suites import SUITES
 from osdn.models.checkpoints import load_model, load_tokenizer
+from osdn.results.paper import BUCKETS
 from tests.analysis.models import byte_tokenizer
 from tests.evaluation.mirror import save_osdn
 

@@ -10,11 +10,10 @@ import pytest
 
 from osdn.lab import summary
 from osdn.lab.recall import RecallTask
-from osdn.lab.report import conclusion, honest_paragraphs, write_report
-from osdn.lab.statistics import paired_difference
-from osdn.lab.text import TextTask
-from osdn.lab.training import Run
 from osdn.lab.variants import Variant
+from osdn.results.demo_page import Demo, paragraphs, write_demo
+from osdn.results.experiments import conclusion, experiment_table, verdict
+from osdn.results.statistics import paired_difference
 
 VARIANTS = [Variant(name) for name in ("delta_net", "osdn", "osdn-apf")]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -29,11 +28,9 @@ def made_up(gain):
         for seed in range(6):
             accuracy = 0.5 + 0.02 * rng.standard_normal() + (gain if i else 0)
             curve = [{"step": s, "loss": 5 / s, "accuracy": accuracy * s / 9} for s in range(1, 10)]
-            shared = {
-                "settings": {"seed": seed, "task": {"pairs": 4}},
-                "curve": curve,
-                "q_geo": 0.4 - 0.1 * i,
-            }
+            task = {"pairs": 4, "passes": 2, "length": 32, "vocab_size": 64}
+            settings = {"seed": seed, "task": task, "steps": 9, "batch": 2, "width": 16, "layers": 2}
+            shared = {"settings": settings, "curve": curve, "q_geo": 0.4 - 0.1 * i}
             shared["log_q"] = rng.normal(-1, 0.1, 32).tolist()
             grid = [{"pairs": p, "passes": n, "accuracy": accuracy} for p in (2, 4, 8) for n in (1, 2)]
             found = {"accuracy": accuracy, "accuracy_2x": accuracy / 2, "grid": grid}
@@ -43,7 +40,8 @@ def made_up(gain):
             text.append(shared | {"loss": 4.0 - i, "loss_by_position": [4.0] * 32, "sample": "def <f>(&):"})
     results = {"recall": summary.group(VARIANTS, recall), "text": summary.group(VARIANTS, text)}
     metrics = {"recall": ["accuracy", "accuracy_2x", "q_geo"], "text": ["loss", "q_geo"]}
-    return results, {part: summary.summarize(results[part], metrics[part]) for part in results}
+    rows = {part: summary.records(summary.summarize(results[part], metrics[part])) for part in results}
+    return {part: summary.by_label(found) for part, found in results.items()}, rows
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +52,39 @@ def page(tmp_path_factory):
         "training": {"auto": 50.0, "reference": 2.0},
         "machine": {"threads": 2},
     }
-    tasks = {"recall": TASK, "text": TextTask("corpus")}
-    runs = {name: [Run(task, v, s) for v in VARIANTS for s in range(6)] for name, task in tasks.items()}
-    return write_report(tmp_path_factory.mktemp("demo") / "report.html", results, rows, speeds, TASK, runs)
+    demo = Demo(results["recall"], results["text"], rows, speeds, 12_345, TASK.boundaries())
+    return write_demo(tmp_path_factory.mktemp("demo") / "report.html", demo)
 
 
 def test_the_words_follow_the_numbers():
-    paragraph = honest_paragraphs(made_up(0.2)[1]).split("</p>")
+    paragraph = paragraphs(made_up(0.2)[1]).split("</p>")
     assert "Accuracy on recall" in paragraph[0]
-    assert "osdn is higher (+0." in paragraph[0]
-    assert "osdn is lower (-0.100" in paragraph[2]
-    nothing = honest_paragraphs(made_up(0.0)[1]).split("</p>")
-    assert "osdn shows no difference at this scale" in nothing[0]
+    assert "OSDN is higher (+0." in paragraph[0]
+    assert "OSDN is lower (-0.100" in paragraph[2]
+    nothing = paragraphs(made_up(0.0)[1]).split("</p>")
+    assert "OSDN shows no difference at this scale" in nothing[0]
+
+
+def test_the_verdicts_on_the_first_screen_follow_the_numbers(page):
+    text = page.read_text()
+    first = text[text.index("<ul") : text.index("</ul>")]
+    assert first.count("<li>") == 3
+    assert "Recall with twice the pairs of training, against DeltaNet: OSDN is higher (+0.098" in first
+    assert "Validation loss on text, against DeltaNet: OSDN is lower (-1.000 [-1.000, -1.000])" in first
+    assert "42 ms with online scaling, 7.9 times as fast" in first
+    assert text.index("</svg>") < text.index("<h2>")  # the figure beside them
+    nothing = verdict(made_up(0.0)[1]["recall"], "accuracy", "Recall")
+    assert nothing.startswith("Recall: no difference to DeltaNet that 6 seeds can show (OSDN ")
+
+
+def test_one_seed_has_no_interval():
+    value = {"mean": 0.5, "low": 0.5, "high": 0.5, "seeds": 1}
+    change = {**value, "p_value": 1.0}
+    row = {"variant": "osdn", "metric": "accuracy", "value": value, "baseline": "x", "difference": change}
+    table = experiment_table([row], "Recall")
+    assert table.title == "Recall, 1 seed"
+    assert [cell.text + cell.error for cell in table.rows[1].cells[:2]] == ["0.500", "+0.500"]
+    assert "one seed" in conclusion(paired_difference([0.5], [0.1]))
 
 
 def test_a_difference_that_chance_explains_is_not_claimed():

@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from osdn.training.plot import final_loss, loss_curve, rolling_mean
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from osdn.cli import app
-from osdn.training.plot import final_loss, loss_curve, rolling_mean
 
 
 def osdn(*arguments):

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
@@ -34,6 +33,7 @@ from osdn.results import plots
 from osdn.results.report import operator_table
 from osdn.results.store import save_json
 from osdn.results.tables import for_terminal
+from osdn.terminal import progress_bar
 
 console = Console(width=None if sys.stdout.isatty() else 110)
 Call = Callable[[], Any]
@@ -157,9 +157,14 @@ def race(
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of every call: one run each per round, the first round thrown away."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in track(range(rounds + 1), description=title, console=console, transient=True):
-        for name, call in calls.items():
-            times[name].append(clock(call, repeat))
+    if not console.is_terminal:
+        console.print(f"timing {len(calls)} contenders: {title}", highlight=False)
+    with progress_bar(console) as progress:
+        bar = progress.add_task(title, total=(rounds + 1) * len(calls))
+        for _ in range(rounds + 1):
+            for name, call in calls.items():
+                times[name].append(clock(call, repeat))
+                progress.advance(bar)
     return {name: {"min": min(t[1:]), "median": statistics.median(t[1:])} for name, t in times.items()}
 
 

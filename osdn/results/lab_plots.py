@@ -34,20 +34,17 @@ def accuracy_by_pairs(results: Results) -> Figure:
     figure, axes = panel("key–value pairs", "accuracy")
     last = max(g["passes"] for g in _any(results)["grid"])
     for passes in range(1, last + 1):
-        suffix = f", {passes} pass{'es' * (passes > 1)}" if last > 1 else ""
-        style = {"linestyle": "-" if passes == last else ":", "marker": "o", "markersize": 3}
-        _bands(
-            axes,
-            results,
-            partial(_column, passes, "pairs"),
-            partial(_column, passes, "accuracy"),
-            suffix,
-            **style,
-        )
+        style = "-" if passes == last else ":"
+        columns = (partial(_column, passes, "pairs"), partial(_column, passes, "accuracy"))
+        shown: dict[str, Any] = {"linestyle": style, "marker": "o", "markersize": 3}
+        _bands(axes, results, *columns, labelled=passes == last, **shown)
+        if last > 1:  # colours are the models', line styles the passes'
+            axes.plot([], [], color=GREY, linestyle=style, label=f"{passes} pass{'es' * (passes > 1)}")
     trained = _any(results)["settings"]["task"]["pairs"]
     axes.axvline(trained, color=GREY, linewidth=0.8, linestyle="--")
     axes.annotate("trained", (trained, 0.01), xycoords=("data", "axes fraction"), fontsize=8, color=INK)
     axes.set_ylim(0, 1.02)
+    legend(axes)
     return figure
 
 
@@ -143,7 +140,7 @@ def _bands(
     results: Results,
     x_of: Callable[[dict[str, Any]], Sequence[float]],
     y_of: Callable[[dict[str, Any]], Sequence[float]],
-    suffix: str = "",
+    labelled: bool = True,
     **style: Any,
 ) -> None:
     colour = colours(results)
@@ -155,7 +152,7 @@ def _bands(
             [c.mean for c in columns],
             color=colour[label],
             linewidth=1.4,
-            label=legend_label(label) + suffix,
+            label=legend_label(label) if labelled else None,
             **style,
         )
         low, high = [c.low for c in columns], [c.high for c in columns]

@@ -21,12 +21,12 @@ from osdn.results.scores import Score
 from osdn.results.store import Store, model_key
 from osdn.results.tables import Cell, Row, Table, number
 
-# What the headline compares with a block's baseline: words, column, and whether more is better.
+# What the headline compares with a block's baseline: words, column, digits, unit, and whether more is better.
 CLAIMS = (
-    ("repeated recall", "repeated_change", True),
-    ("log perplexity", "nll_change", False),
-    ("final training loss", "loss_change", False),
-    ("tokens per second, %", "throughput_change", True),
+    ("repeated recall", "repeated_change", 3, "", True),
+    ("log perplexity", "nll_change", 3, "", False),
+    ("final training loss", "loss_change", 3, "", False),
+    ("speed", "throughput_change", 1, " %", True),
 )
 
 
@@ -52,7 +52,13 @@ def _headline(comparisons: list[Comparison], store: Store) -> str:
     for _, content in store.experiments:
         metric = "accuracy" if content["experiment"] == "recall" else "loss"
         if any(row["metric"] == metric and row["difference"] for row in content["rows"]):
-            found.append(verdict(content["rows"], metric, f"Lab, {content['experiment']}, {metric}"))
+            found.append(
+                verdict(
+                    content["rows"],
+                    metric,
+                    f"Lab, {content['experiment']} ({content['description']}), {metric}",
+                )
+            )
     if not found:
         found = ["No model can be compared with a baseline of its block yet."]
     return f'<ul class="verdicts">{"".join(f"<li>{escape(words)}</li>" for words in found)}</ul>'
@@ -66,19 +72,19 @@ def findings(comparison: Comparison) -> Iterator[str]:
         if base is None:
             continue
         parts = [
-            f"{words} {_change(model.scores[key], more)}"
-            for words, key, more in CLAIMS
+            f"{words} {_change(model.scores[key], digits, unit, more)}"
+            for words, key, digits, unit, more in CLAIMS
             if key in model.scores
         ]
         if parts:
             yield f"{model.label} against {base.label}{suffix}: {'; '.join(parts)}."
 
 
-def _change(score: Score, more_is_better: bool) -> str:
-    text = number(score.value, 3, True)
+def _change(score: Score, digits: int, unit: str, more_is_better: bool) -> str:
+    text = f"{number(score.value, digits, True)}{unit}"
     if score.error is None:
-        return f"{text} (one run, no error known)"
-    text = f"{text} ± {number(score.error, 3)}"
+        return f"{text} (one run, error unknown)"
+    text = f"{text} ± {number(score.error, digits)}{unit}"
     if abs(score.value) < 2 * score.error:
         return f"{text} (within two standard errors)"
     return f"{text} ({'better' if (score.value > 0) == more_is_better else 'worse'})"

@@ -68,15 +68,20 @@ def score_cell(score: Score | None, digits: int, signed: bool = False, best: boo
 
 
 def for_terminal(table: Table, width: int) -> Iterator[RichTable]:
-    """The table, turned on its side and in as many parts as it takes where it is wider than the terminal."""
-    columns = [[cell.text, *cell.error.split()] for row in table.rows for cell in row.cells]
-    head = max([len(word) for title in table.head for word in title.split()] or [0])
-    cell = max([len(f"{text} {' '.join(error)}") for text, *error in columns] or [0])
-    label = max(len(row.label) for row in table.rows) if table.rows else 0
-    if label + len(table.head) * (max(head, cell) + 1) < width or any(row.heading for row in table.rows):
+    """The table; one of numbers that is wider than the terminal is turned on its side, in parts if need be."""
+    label = max((len(row.label) for row in table.rows), default=0)
+    if table.left or label + sum(_widths(table)) + 4 < width or any(row.heading for row in table.rows):
         yield _upright(table)
     else:
         yield from _sideways(table, width)
+
+
+def _widths(table: Table) -> list[int]:
+    """Characters that each column takes, with the space before it."""
+    found = [max(map(len, title.split()), default=0) for title in table.head]
+    for row in table.rows:
+        found = [max(n, len(f"{cell.text} {cell.error}".strip())) for n, cell in zip(found, row.cells)] or found
+    return [n + 1 for n in found]
 
 
 def _new(table: Table) -> RichTable:

@@ -25,6 +25,28 @@ from osdn.ops import precondition_keys
 from osdn.training.checkpoints import write_text
 
 METRICS = "metrics.jsonl"
+FINAL_STEPS = 256  # at most so many steps make up a final loss
+
+
+def final_loss(lines: list[dict[str, Any]]) -> float | None:
+    """The mean loss over the last tenth of the steps, at most 256, from the lines of `metrics.jsonl`.
+
+    A line's loss is the mean of `loss_steps` steps since the line before it.  Skipped steps are not among
+    them; None if there are no others.
+    """
+    logged = [line for line in lines if "loss" in line]
+    if not logged:
+        return None
+    last = logged[-1]["step"]
+    first = last - min(FINAL_STEPS, -(-last // 10))
+    total = weights = 0.0
+    for before, line in zip([{"step": 0}, *logged], logged):
+        steps = line["step"] - before["step"]
+        if line["loss"] is not None and line["step"] > first:
+            share = line.get("loss_steps", steps) / steps
+            weight = share * (line["step"] - max(before["step"], first))
+            total, weights = total + weight * line["loss"], weights + weight
+    return total / weights if weights else None
 
 
 class Metrics(TrainerCallback):

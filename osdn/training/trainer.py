@@ -60,6 +60,8 @@ class PackedTrainer(Trainer):
         self.position = rows.position
         self.train_flops = 3 * describe(self.model).forward_flops  # of a token; the backward is two forwards
         self.peak_flops = matmul_flops(self.args.device, torch.bfloat16 if self.args.bf16 else torch.float32)
+        self.step_loss = torch.zeros((), device=self.args.device)  # of this step's batches so far
+        self.loss_sum, self.loss_steps = torch.zeros_like(self.step_loss), 0  # since the last log
         self.logged = (0, 0.0)  # step and time of the last log
         self.more_logs: dict[str, float] = {}  # what goes with the next one
 
@@ -86,7 +88,9 @@ class PackedTrainer(Trainer):
         self.position = Position(*inputs.pop("position"))
         if self.logged[1] == 0.0:
             self.logged = (self.state.global_step, time.perf_counter())
-        return super().training_step(model, inputs, *args, **kwargs)
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        self.step_loss += loss
+        return loss
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return [name for name, _ in model.named_parameters() if not NO_DECAY.search(name)]
@@ -94,21 +98,28 @@ class PackedTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip; drop a gradient that is not finite, so that the optimizer has nothing to do."""
         norm: Tensor = super()._clip_grad_norm(model)
-        if not torch.isfinite(norm):
-            model.zero_grad(set_to_none=True)
-            self.skipped_steps += 1
-            logger.warning("step %d: the gradient is not finite; skipped", self.state.global_step + 1)
-            if self.skipped_steps > self.settings.training.max_skipped_steps:
-                raise TrainingError(
-                    f"{self.skipped_steps} steps had a gradient that is not finite, more than "
-                    f"training.max_skipped_steps, {self.settings.training.max_skipped_steps}; lower "
-                    f"optimizer.learning_rate, or look at the data around {self.position}"
-                )
+        loss, self.step_loss = self.step_loss, torch.zeros_like(self.step_loss)
+        if torch.isfinite(norm):
+            self.loss_sum, self.loss_steps = self.loss_sum + loss, self.loss_steps + 1
+            return norm
+        model.zero_grad(set_to_none=True)
+        self.skipped_steps += 1
+        logger.warning("step %d: the gradient is not finite; skipped", self.state.global_step + 1)
+        if self.skipped_steps > self.settings.training.max_skipped_steps:
+            raise TrainingError(
+                f"{self.skipped_steps} steps had a gradient that is not finite, more than "
+                f"training.max_skipped_steps, {self.settings.training.max_skipped_steps}; lower "
+                f"optimizer.learning_rate, or look at the data around {self.position}"
+            )
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add to the loss what it took to get there."""
+        """Log the mean loss of the steps that were not skipped, NaN if all were, and what they took."""
+        logs.pop("train_loss", None)  # the library's own mean of the whole run, skipped steps included
         if "loss" in logs:
+            logs["loss"] = float(self.accelerator.reduce(self.loss_sum, "mean") / self.loss_steps)
+            logs["loss_steps"] = self.loss_steps
+            self.loss_sum, self.loss_steps = torch.zeros_like(self.loss_sum), 0
             step, now = self.state.global_step, time.perf_counter()
             tokens = self.settings.training.tokens_per_step
             rate = (step - self.logged[0]) * tokens / (now - self.logged[1])
@@ -271,6 +282,7 @@ def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
         else None,
         save_steps=settings.checkpoints.every,
         logging_steps=settings.logging.every,
+        logging_nan_inf_filter=False,
         disable_tqdm=True,
         report_to=["wandb"] if find_spec("wandb") else [],
         ignore_data_skip=True,  # the rows start at their own place

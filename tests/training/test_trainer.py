@@ -214,11 +214,30 @@ def test_a_step_without_a_finite_gradient_changes_nothing_and_is_counted(write_c
     train(load_settings(write_config(training={"steps": 4}, checkpoints={"every": 1, "keep": 9})))
     lines = Metrics.read(tmp_path / "run")
     assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 1]
+    assert [line["loss_steps"] for line in lines] == [1, 1, 0, 1]
     assert lines[2]["grad_norm"] is None
+    assert lines[2]["loss"] is None
     files = [tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors" for step in (1, 2, 3, 4)]
     assert files[1].read_bytes() == files[2].read_bytes()
     assert files[2].read_bytes() != files[3].read_bytes()
     assert json.loads((files[3].parent / "position.json").read_text())["skipped_steps"] == 1
+
+
+def test_a_logged_loss_is_the_mean_of_the_steps_that_were_not_skipped(write_config, monkeypatch, tmp_path):
+    compute = PackedTrainer.compute_loss
+
+    def poisoned(self, *args, **kwargs):
+        return compute(self, *args, **kwargs) * (math.nan if self.state.global_step + 1 in (2, 5, 6) else 1)
+
+    monkeypatch.setattr(PackedTrainer, "compute_loss", poisoned)
+    for run, every in (("single", 1), ("pairs", 2)):
+        train(load_settings(write_config(run, training={"steps": 8}, logging={"every": every})))
+    single = [line["loss"] for line in Metrics.read(tmp_path / "single")]
+    assert [step for step, loss in enumerate(single, 1) if loss is None] == [2, 5, 6]
+    pairs = Metrics.read(tmp_path / "pairs")
+    assert [line["loss_steps"] for line in pairs] == [1, 2, 0, 2]
+    expected = [single[0], (single[2] + single[3]) / 2, None, (single[6] + single[7]) / 2]
+    assert [line["loss"] for line in pairs] == pytest.approx(expected)
 
 
 def test_too_many_skipped_steps_stop_the_run_with_the_reason(write_config, monkeypatch, tmp_path):

@@ -61,6 +61,14 @@ class OptimizerSettings:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must not be negative")
 
+    def rate_at(self, step: int, steps: int) -> float:
+        """The learning rate after `step` of `steps` steps."""
+        if step < self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        share = (1 + math.cos(math.pi * progress)) / 2
+        return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
+
 
 @dataclass(frozen=True)
 class TrainingSettings:

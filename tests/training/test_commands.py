@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,10 +33,27 @@ def test_from_a_vocabulary_to_a_model_to_a_figure(write_config, corpus, tmp_path
         AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "converted", run / "model")
     )
     assert first.num_parameters() == last.num_parameters()
+    assert first.config.run_name == last.config.run_name == "small"
     assert not (first.lm_head.weight == last.lm_head.weight).all()
     code, output = osdn("plot", run, run, "--output", tmp_path / "loss.png")
     assert code == 0, output
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_shipped_config_is_trained_by_its_name_in_an_empty_directory(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ["data.seq_len=64", "training.tokens_per_step=64", "training.steps=1", "validation.split=null"]
+    code, output = osdn("train", "tiny/osdn-d0", f"data.source={corpus}", *small)
+    assert code == 0, output
+    assert "runs/tiny/osdn-d0/model is ready for from_pretrained" in output
+    assert "osdn-d0-tiny in runs/tiny/osdn-d0" in output
+    model = AutoModelForCausalLM.from_pretrained("runs/tiny/osdn-d0/model")
+    assert model.config.run_name == "osdn-d0-tiny"
+    assert model.config.preconditioner["initial_scale"] == "projected"
+    code, output = osdn("train", "runs/tiny/osdn-d0/config.yaml", "output_dir=again")  # needs no name
+    assert code == 0, output
+    weights = [Path(run, "model/model.safetensors").read_bytes() for run in ("runs/tiny/osdn-d0", "again")]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize(

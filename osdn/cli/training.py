@@ -10,7 +10,9 @@ from osdn.terminal import console, plain_errors
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="A YAML file, such as configs/tiny/osdn.yaml.")],
+    config: Annotated[
+        str, typer.Argument(help="A shipped config, such as tiny/osdn, or a YAML file of your own.")
+    ],
     replace: Annotated[
         list[str] | None, typer.Argument(help="Values to replace, such as training.steps=100.")
     ] = None,

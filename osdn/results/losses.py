@@ -32,7 +32,7 @@ def loss_curve(lines: Sequence[dict[str, Any]]) -> LossCurve:
         np.array([line["tokens"] for line in known], float),
         np.array([line["loss"] for line in known], float),
         max(1.0, known[-1]["step"] / len(known)),
-        final_loss(known) or float("nan"),
+        final_loss(lines) or float("nan"),
         [
             (line["tokens"], line["validation_loss"])
             for line in lines
@@ -42,16 +42,24 @@ def loss_curve(lines: Sequence[dict[str, Any]]) -> LossCurve:
 
 
 def final_loss(lines: Sequence[dict[str, Any]]) -> float | None:
-    """The mean over the last tenth of the steps, at most 256, by step and not by line."""
-    known = [line for line in lines if line.get("loss") is not None]
-    if not known:
+    """The mean loss over the last tenth of the steps, at most 256, by step and not by line.
+
+    A line's loss is the mean of `loss_steps` steps since the line before it.  Skipped steps are not among
+    them; None if there are no others.
+    """
+    logged = [line for line in lines if "loss" in line]
+    if not logged:
         return None
-    ends = np.array([line["step"] for line in known])
-    every = [line["step"] for line in lines if "loss" in line]  # lines of skipped steps too
-    before = np.array([max((s for s in every if s < end), default=0) for end in ends])
-    first = ends[-1] - min(FINAL, max(1, ends[-1] // 10))
-    weights = np.maximum(ends - np.maximum(before, first), 0)
-    return float(np.average([line["loss"] for line in known], weights=weights))
+    last = logged[-1]["step"]
+    first = last - min(FINAL, -(-last // 10))
+    total = weights = 0.0
+    for before, line in zip([{"step": 0}, *logged], logged):
+        steps = line["step"] - before["step"]
+        if line["loss"] is not None and line["step"] > first:
+            share = line.get("loss_steps", steps) / steps
+            weight = share * (line["step"] - max(before["step"], first))
+            total, weights = total + weight * line["loss"], weights + weight
+    return total / weights if weights else None
 
 
 def smooth(curve: LossCurve) -> np.ndarray:

@@ -67,7 +67,7 @@ class Data:
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Data":
         split = record.get("split")
-        source = str(record["source"]) + (f", {split}" if split else "")
+        source = ", ".join(str(part) for part in (record["source"], record.get("name"), split) if part)
         return cls(source, record.get("documents"), record.get("digest"))
 
     def __str__(self) -> str:
@@ -259,7 +259,9 @@ def _read_throughput(store: Store, path: Path, content: dict[str, Any]) -> list[
 
 
 def _read_training(store: Store, path: Path, content: dict[str, Any]) -> list[Measurement]:
-    columns = {"final_loss": content["final_loss"], "validation_loss": content.get("validation_loss")}
+    if not content["finished"]:
+        return []  # its losses so far are in its log
+    columns = {"final_loss": content["final_loss"], "validation_loss": content["validation_loss"]}
     columns["training_mtokens"] = content["tokens"] / 1e6
     data = Data.of(content["data"])
     return [

@@ -80,7 +80,9 @@ def _widths(table: Table) -> list[int]:
     """Characters that each column takes, with the space before it."""
     found = [max(map(len, title.split()), default=0) for title in table.head]
     for row in table.rows:
-        found = [max(n, len(f"{cell.text} {cell.error}".strip())) for n, cell in zip(found, row.cells)] or found
+        found = [
+            max(n, len(f"{cell.text} {cell.error}".strip())) for n, cell in zip(found, row.cells)
+        ] or found
     return [n + 1 for n in found]
 
 

@@ -93,8 +93,9 @@ def runs(tmp_path_factory):
         lines = [{"step": i, "tokens": 100 * i, "loss": 5.0 if i <= 44 else final} for i in range(1, 301)]
         (train / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         data = {"source": "stdlib", "split": "train", "digest": "s"}
-        record = {"kind": "training", **identity(name).record(), "final_loss": final, "tokens": 30_000}
-        save_json(train / "training.json", {**record, "validation_loss": final + 0.5, "data": data})
+        record = {"kind": "training", "finished": True, **identity(name).record(), "final_loss": final}
+        record |= {"tokens": 30_000, "validation_loss": final + 0.5, "data": data}
+        save_json(train / "training.json", record)
     (folder / "other.json").write_text('{"kind": "something else"}')
     return folder
 

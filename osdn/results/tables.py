@@ -68,7 +68,7 @@ def score_cell(score: Score | None, digits: int, signed: bool = False, best: boo
 
 
 def for_terminal(table: Table, width: int) -> Iterator[RichTable]:
-    """The table; one of numbers that is wider than the terminal is turned on its side, in parts if need be."""
+    """The table; one of numbers that is wider than the terminal is turned on its side, in parts."""
     label = max((len(row.label) for row in table.rows), default=0)
     if table.left or label + sum(_widths(table)) + 4 < width or any(row.heading for row in table.rows):
         yield _upright(table)
@@ -80,9 +80,8 @@ def _widths(table: Table) -> list[int]:
     """Characters that each column takes, with the space before it."""
     found = [max(map(len, title.split()), default=0) for title in table.head]
     for row in table.rows:
-        found = [
-            max(n, len(f"{cell.text} {cell.error}".strip())) for n, cell in zip(found, row.cells)
-        ] or found
+        if not row.heading:
+            found = [max(n, len(f"{cell.text} {cell.error}".strip())) for n, cell in zip(found, row.cells)]
     return [n + 1 for n in found]
 
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: a header on the terminal, and `training.json` when it starts and when it ends."""
+"""What a run says of itself: a header on the terminal, and `training.json` at its start and its end."""
 
 import json
 from dataclasses import asdict

@@ -1,17 +1,39 @@
 """Result files: whatever the project measures is saved with what made it, and written whole or not at all."""
 
+import hashlib
 import json
 import os
 import platform
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+DIGITS = 16  # of a digest
+
+
+def now() -> str:
+    """The time as result files state it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def digest(rows: Iterable[Any]) -> str:
+    """The beginning of a SHA-256 over rows of data in their order, whatever the order of a row's fields.
+
+    >>> digest([{"text": "a", "label": 1}]) == digest([{"label": 1, "text": "a"}])
+    True
+    """
+    total = hashlib.sha256()
+    for row in rows:
+        total.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return total.hexdigest()[:DIGITS]
+
 
 def environment() -> dict[str, Any]:
-    """Versions and machine, for the head of a result file."""
+    """Date, versions and machine, for the head of a result file."""
     packages = {}
     for name in ("osdn", "torch", "transformers", "datasets", "lm_eval", "triton"):
         try:
@@ -19,6 +41,7 @@ def environment() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
+        "date": now(),
         "versions": {"python": platform.python_version(), **packages},
         "machine": {"cpu": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
     }

@@ -48,8 +48,8 @@ def diagnose(
         _refuse_another(folder / "diagnosis.json", identity.weights, output is None)
         with progress_bar() as progress:
             bar = progress.add_task(f"prompts read by {identity.model}", total=total)
-            result = run(model, chosen, lambda _: progress.advance(bar))
-        result = {**result, **identity.record()}
+            protocol = {"count": count, "length": length}
+            result = run(model, chosen, lambda _: progress.advance(bar), identity=identity, protocol=protocol)
         path = save_json(folder / "diagnosis.json", result)
         plots.save(plots.diagnosis({identity.model: result}), folder)
     for table in diagnosis_tables(result):

@@ -22,10 +22,14 @@ class Task:
     folder: str | None = None  # of lm_eval's own definition
 
     @property
+    def source(self) -> str:
+        """The data set as people write it."""
+        return self.data if self.config in (None, "default") else f"{self.data} {self.config}"
+
+    @property
     def documents(self) -> str:
-        """The data as people write it."""
-        named = self.config not in (None, "default")
-        return f"{self.data}{f' {self.config}' if named else ''}, {self.split}"
+        """The data set and its split."""
+        return f"{self.source}, {self.split}"
 
 
 def _choice(name: str, metric: str, data: str, config: str | None, split: str, folder: str) -> Task:

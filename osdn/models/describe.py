@@ -89,7 +89,7 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
     if isinstance(model, nn.Module):
         config = model.config
     else:
-        config = _config(model) if isinstance(model, (str, Path)) else model
+        config = load_config(model) if isinstance(model, (str, Path)) else model
         with torch.device("meta"):
             model = OSDNForCausalLM(config)
     preset = preset_of(config)
@@ -112,13 +112,8 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
     )
 
 
-def model_name(model: nn.Module, path: str) -> str:
-    """The preset a model was made from, or the last part of its path."""
-    preset = describe(model).preset if isinstance(model, OSDNForCausalLM) else None
-    return preset or path.rstrip("/").rpartition("/")[2]
-
-
-def _config(name: str | Path) -> OSDNConfig:
+def load_config(name: str | Path) -> OSDNConfig:
+    """The configuration of a preset or of a saved model, ours or flash-linear-attention's."""
     if str(name) in PRESETS or not Path(name).is_dir():
         return OSDNConfig.from_preset(str(name))
     settings = saved_settings(name)
@@ -126,7 +121,9 @@ def _config(name: str | Path) -> OSDNConfig:
     if kind in FORMATS:
         return config_from_flash_linear_attention(settings)
     if kind != OSDNConfig.model_type:
-        raise ValueError(f"{name} holds a model of type {kind!r}; this describes osdn, {', '.join(FORMATS)}")
+        raise ValueError(
+            f"{name} holds a model of type {kind!r}; it must be one of osdn, {', '.join(FORMATS)}"
+        )
     return OSDNConfig.from_pretrained(name)
 
 

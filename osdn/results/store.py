@@ -6,6 +6,7 @@ back, it becomes measurements, one per column.  Two measurements are the same on
 protocol and data are; then the newer one counts.  A file that cannot be understood is named, never half read.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -20,18 +21,39 @@ from typing import Any
 import numpy as np
 import torch
 
-from osdn.models.identity import Identity
+from osdn.models.identity import DIGITS, Identity
 from osdn.results.names import title
 from osdn.results.scores import Score
 
 METRICS, TRAINING = "metrics.jsonl", "training.json"  # a training run's log, and what it was
 # A protocol is spelled out in a table's title only where it departs from this.
-STANDARD = {"window": 1000, "dtype": "float32", "prefill": 2048, "decode": 128}
+STANDARD = {
+    "window": 1000, "dtype": "float32", "context": 4096, "block": 20_480,  # osdn eval
+    "count": 16, "length": 2048,  # osdn diagnose
+    "prefill": 2048, "decode": 128,  # osdn bench throughput
+}  # fmt: skip
 WORDS = {"max_length": "max length"}
 
 
+def now() -> str:
+    """The time as result files state it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def digest(rows: Iterable[Any]) -> str:
+    """The beginning of a SHA-256 over rows of data in their order, whatever the order of a row's fields.
+
+    >>> digest([{"text": "a", "label": 1}]) == digest([{"label": 1, "text": "a"}])
+    True
+    """
+    total = hashlib.sha256()
+    for row in rows:
+        total.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return total.hexdigest()[:DIGITS]
+
+
 def environment() -> dict[str, Any]:
-    """Versions, machine and date, for the head of a result file."""
+    """Date, versions and machine, for the head of a result file."""
     packages = {}
     for name in ("osdn", "torch", "transformers", "datasets", "lm_eval", "triton"):
         try:
@@ -39,7 +61,7 @@ def environment() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "versions": {"python": platform.python_version(), **packages},
         "machine": {"cpu": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
     }
@@ -216,9 +238,10 @@ def _identity(content: dict[str, Any]) -> Identity:
 
 
 def _read_evaluation(store: Store, path: Path, content: dict[str, Any]) -> list[Measurement]:
-    model, date = _identity(content), content["date"]
+    model = _identity(content)
     found = []
     for task in content["tasks"].values():
+        date = task.get("date", content["date"])
         documents = task.get("by_document", {})
         for column, value in task["results"].items():
             score = Score(_number(value), _error(task.get("errors", {}).get(column)))

@@ -19,8 +19,7 @@ from transformers import TrainerControl as Control
 from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 
-from osdn.layers import TokenMixer
-from osdn.layers.precision import l2_normalize, widen
+from osdn.layers import OperatorInputs, TokenMixer
 from osdn.ops import precondition_keys
 from osdn.training.checkpoints import write_text
 
@@ -158,7 +157,7 @@ class Diagnostics(TrainerCallback):
         if (state.global_step + 1) % self.every == 0:
             mixers = [m for m in self.trainer.model.modules() if isinstance(m, TokenMixer)]
             for layer, mixer in enumerate(mixers):
-                self.hooks.append(mixer.register_forward_pre_hook(self._measure(layer), with_kwargs=True))
+                self.hooks.append(mixer.recurrence.register_forward_pre_hook(self._measure(layer)))
 
     def on_step_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
         while self.hooks:
@@ -173,9 +172,8 @@ class Diagnostics(TrainerCallback):
             control.should_log = True
 
     def _measure(self, layer: int) -> Any:
-        def hook(mixer: TokenMixer, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-            with torch.no_grad():
-                self.seen.setdefault(layer, []).append(measure(mixer, args[0], kwargs["cu_seqlens"]))
+        def hook(recurrence: Any, args: tuple[Any, ...]) -> None:
+            self.seen.setdefault(layer, []).append(measure(args[0], recurrence.backend))
 
         return hook
 
@@ -193,17 +191,15 @@ class Validation(TrainerCallback):
             control.should_log = True
 
 
-def measure(mixer: TokenMixer, x: Tensor, cu_seqlens: Tensor | None) -> dict[str, float]:
-    """The mean residual ratio of a mixer's writes on inputs `[B, T, D]`, and where its final scales lie."""
-    k, _ = mixer.k_conv1d(mixer.k_proj(x), None, cu_seqlens, False)
-    k = l2_normalize(k.unflatten(-1, (mixer.num_heads, mixer.head_k_dim))).float()  # [B, T, H, K]
-    beta = widen(mixer.b_proj(x)).sigmoid()  # [B, T, HV]
-    write_keys = read_keys = k.repeat_interleave(mixer.num_v_heads // mixer.num_heads, 2)  # [B, T, HV, K]
+@torch.no_grad()
+def measure(inputs: OperatorInputs, backend: str = "auto") -> dict[str, float]:
+    """The mean residual ratio of a mixer's writes, and where its final scales lie."""
+    k, beta = inputs.k.float(), inputs.beta  # [B, T, H, K], [B, T, HV]
+    write_keys = read_keys = k.repeat_interleave(beta.shape[2] // k.shape[2], 2)  # [B, T, HV, K]
     result = {}
-    if mixer.preconditioner is not None:
-        scaling = mixer.preconditioner(x, mixer.log_decay(x), None)
+    if inputs.preconditioner is not None:
         write_keys, scale = precondition_keys(
-            k, beta, **scaling, cu_seqlens=cu_seqlens, backend=mixer.backend
+            k, beta, **inputs.preconditioner, cu_seqlens=inputs.cu_seqlens, backend=backend
         )
         low, median, high = torch.quantile(
             scale.flatten(-2), torch.tensor([0.05, 0.5, 0.95]).to(scale), dim=-1

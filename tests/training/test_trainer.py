@@ -558,7 +558,8 @@ def test_diagnostics_are_the_ratios_of_the_losses_before_and_after_each_write(wr
         x = torch.randn(1, 23, config.hidden_size, dtype=torch.float64)
         cuts = torch.tensor([0, 9, 23])
         expected = residual_ratio(block.attn, x, cuts)
-        assert measure(block.attn, x, cuts)["residual_ratio"] == pytest.approx(expected)
+        inputs, _ = block.attn.operator_inputs(x, cu_seqlens=cuts)
+        assert measure(inputs)["residual_ratio"] == pytest.approx(expected)
     train(load_settings(write_config(logging={"every": 4, "diagnostics_every": 3}, training={"steps": 4})))
     lines = Metrics.read(tmp_path / "run")
     assert [line["step"] for line in lines] == [3, 4]

@@ -1,25 +1,26 @@
 """What a model's recurrent layers hand to their recurrence: keys, values, gates, decay and scale, recorded.
 
-Every delta-rule layer, ours or one of `transformers`, calls a function of its own module with exactly these
-tensors.  While a capture is on, that name stands for a wrapper that passes them on and records them, so what
-is recorded is what the layer computed with, by construction.  A hook on each layer says whose call it is.
-Layers are handed over one at a time, as they run: a caller that keeps none of them needs the memory of one.
+What is recorded is what the layer computed with, by construction.  Our layers hand these tensors to a
+submodule, `TokenMixer.recurrence`, and a hook on it reads them.  Layers of `transformers` call a function of
+their own module instead: while a capture is on, that name stands for a wrapper that passes the tensors on and
+records them, and hooks on the layers say whose call it is.  Layers are handed over one at a time, as they
+run: a caller that keeps none of them needs the memory of one.
 """
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from osdn.analysis.theory.runs import Problem
-from osdn.layers import TokenMixer
+from osdn.layers import OperatorInputs, TokenMixer
 from osdn.layers.precision import l2_normalize
 
 # What layers of `transformers` (Qwen3-Next, Qwen3.5, Kimi Linear, ...) call their recurrence.  All take
@@ -44,13 +45,21 @@ class LayerCapture:
     output: Tensor  # [B, T, HV, V], what the layer's own recurrence returned
 
 
+Receive = Callable[[LayerCapture], None]
+_replacing = threading.RLock()  # held while functions of `transformers` are replaced
+
+
 def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model that run a delta rule, by name, in the order of the model."""
-    return {name: module for name, module in model.named_modules() if _functions(module)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, TokenMixer) or _functions(module)
+    }
 
 
 @contextmanager
-def capturing(model: nn.Module, receive: Callable[[LayerCapture], None]) -> Iterator[None]:
+def capturing(model: nn.Module, receive: Receive) -> Iterator[None]:
     """Calls `receive` for every recurrent layer as it runs, as long as the context is open.
 
     >>> from osdn import OSDNConfig, OSDNForCausalLM
@@ -66,28 +75,16 @@ def capturing(model: nn.Module, receive: Callable[[LayerCapture], None]) -> Iter
             f"{type(model).__name__} has no recurrent layer that can be captured: this reads models of osdn "
             f"and, of transformers, those whose layers call one of {', '.join(RECURRENCES)}"
         )
-    running: list[tuple[int, str]] = []
-
-    def enter(which: tuple[int, str], *_: Any) -> None:
-        running.append(which)
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    def record(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if running:  # another model may use the same code meanwhile
-            receive(_read(*running[-1], function.__name__, args, kwargs, result[0]))
-        return result
-
     with ExitStack() as stack:
-        functions = {f for module in layers.values() for f in _functions(module)}
-        for source, name in functions:
-            original = getattr(sys.modules[source], name)
-            stack.enter_context(patch.object(sys.modules[source], name, partial(record, original)))
+        foreign = {}
         for i, (name, layer) in enumerate(layers.items()):
-            stack.callback(layer.register_forward_pre_hook(partial(enter, (i, name))).remove)
-            stack.callback(layer.register_forward_hook(leave, always_call=True).remove)
+            if isinstance(layer, TokenMixer):
+                hook = partial(_record_ours, receive, i, name)
+                stack.callback(layer.recurrence.register_forward_hook(hook).remove)
+            else:
+                foreign[i, name] = layer
+        if foreign:
+            stack.enter_context(_foreign_calls(foreign, receive))
         yield
 
 
@@ -100,47 +97,84 @@ def capture(model: nn.Module, **inputs: Any) -> list[LayerCapture]:
     return captures
 
 
-def _functions(module: nn.Module) -> list[tuple[str, str]]:
-    """Where a layer looks up its recurrence: pairs of a module and a name in it."""
-    if isinstance(module, TokenMixer):
-        return [("osdn.layers.mixers", "delta_rule"), ("osdn.layers.mixers", "online_scaled_delta_rule")]
-    source = type(module).__module__
-    if not source.startswith("transformers."):
+def _functions(module: nn.Module) -> list[str]:
+    """The recurrences that a layer of `transformers` calls, by their names in its module."""
+    if not type(module).__module__.startswith("transformers."):
         return []
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return [(source, name) for name in RECURRENCES if code is not None and name in code.co_names]
+    return [name for name in RECURRENCES if code is not None and name in code.co_names]
 
 
-def _read(
-    layer: int, name: str, function: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+@contextmanager
+def _foreign_calls(layers: dict[tuple[int, str], nn.Module], receive: Receive) -> Iterator[None]:
+    """Records the calls that layers of `transformers` make, by replacing the functions they call.
+
+    The functions are shared by all models of one kind.  A call is recorded only if the same thread is inside
+    one of `layers`, so other models may run meanwhile; a second capture waits for the first to end, since the
+    originals must be put back in order.
+    """
+    running = threading.local()
+
+    def enter(which: tuple[int, str], *_: Any) -> None:
+        running.layer = which
+
+    def leave(*_: Any) -> None:
+        running.layer = None
+
+    def record(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if (which := getattr(running, "layer", None)) is not None:
+            layer, name = which
+            receive(_read_foreign(layer, name, args, kwargs, result[0]))
+        return result
+
+    with _replacing, ExitStack() as stack:
+        for source, name in {(type(x).__module__, name) for x in layers.values() for name in _functions(x)}:
+            module = sys.modules[source]
+            original = getattr(module, name)
+            stack.callback(setattr, module, name, original)
+            setattr(module, name, partial(record, original))
+        for which, layer in layers.items():
+            stack.callback(layer.register_forward_pre_hook(partial(enter, which)).remove)
+            stack.callback(layer.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+def _read_foreign(
+    layer: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
 ) -> LayerCapture:
-    """A call's arguments in one form: float32, normalised keys, as many heads of keys as of values."""
-    q, k, v = (x.detach().float() for x in args[:3])
-    if function in RECURRENCES:
-        beta, log_decay = kwargs["beta"], kwargs["g"]
-        if kwargs.get("use_qk_l2norm_in_kernel"):
-            q, k = l2_normalize(q), l2_normalize(k)
-    else:
-        beta, log_decay = args[3], kwargs["log_decay"]
-    if kwargs.get("cu_seqlens") is not None:
+    """The call of a layer of `transformers`, which may leave the normalisation to the recurrence."""
+    q, k, v = args[:3]
+    if kwargs.get("use_qk_l2norm_in_kernel"):
+        q, k = l2_normalize(q.float()), l2_normalize(k.float())
+    initial_state, cu_seqlens = kwargs.get("initial_state"), kwargs.get("cu_seqlens")
+    inputs = OperatorInputs(q, k, v, kwargs["beta"], kwargs["g"], None, initial_state, cu_seqlens)
+    return _read(layer, name, inputs, output)
+
+
+def _record_ours(
+    receive: Receive, layer: int, name: str, _: nn.Module, args: tuple[Any, ...], result: tuple[Any, ...]
+) -> None:
+    receive(_read(layer, name, args[0], result[0]))
+
+
+def _read(layer: int, name: str, inputs: OperatorInputs, output: Tensor) -> LayerCapture:
+    """A layer's inputs in one form: float32, as many heads of keys as of values."""
+    if inputs.cu_seqlens is not None:
         raise ValueError(
             "this batch was packed into one row (padding does that); capture one prompt at a time"
         )
-    scaled = function == "online_scaled_delta_rule"
-    settings = {
-        key: _float(kwargs[key])
-        for key in ("eta", "bounds", "retention", "initial_scale", "beta_aware", "eps")
-        if scaled and key in kwargs
-    }
-    if not scaled:
-        settings["eta"] = 0.0  # the scale stays one
+    q, k, v, beta = (x.detach().float() for x in inputs[:4])
+    log_decay = None if inputs.log_decay is None else inputs.log_decay.detach().float()
+    scaled = inputs.preconditioner is not None
+    settings: dict[str, Any] = inputs.preconditioner or {"eta": 0.0}  # without a step the scale stays one
     groups = v.shape[2] // k.shape[2]
     q, k = q.repeat_interleave(groups, 2), k.repeat_interleave(groups, 2)
-    initial_state = _float(kwargs.get("initial_state"))
-    problem = Problem(k, v, _float(beta), _float(log_decay), initial_state, **settings)
+    # copies: a cache overwrites its state and scale in place once the layer has run
+    settings = {key: _copy(x) for key, x in settings.items()}
+    problem = Problem(k, v, beta, log_decay, _copy(inputs.initial_state), **settings)
     return LayerCapture(layer, name, scaled, problem, q, output.detach())
 
 
-def _float(x: Any) -> Any:
-    # a copy: a cache overwrites its state and scale in place once the layer has run
+def _copy(x: Any) -> Any:
     return x.detach().to(torch.float32, copy=True) if isinstance(x, Tensor) else x

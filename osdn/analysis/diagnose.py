@@ -1,8 +1,8 @@
 """The mechanism diagnostic: residual ratios of every token, layer and head while a model reads prompts.
 
 Prompts are replayed one by one, layers measured one by one as they run, and only sums are kept, by task,
-layer, head and position: memory does not grow with the number of prompts, but for one row of sums a prompt,
-from which the intervals are drawn.
+layer, head and position: memory does not grow with the number of prompts, but for one row of sums per prompt,
+from which the intervals are drawn, and a digest of its text.
 """
 
 import time
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from osdn.analysis.capture import LayerCapture, capturing
 from osdn.analysis.prompts import Prompt
 from osdn.analysis.residuals import FLOOR, residuals, scale_trajectory
+from osdn.models.identity import Identity
+from osdn.results.store import digest
 
 BINS = 20  # of relative position, as in the paper's figure
 RESAMPLES = 2000
@@ -36,6 +38,9 @@ class Sums:
     scales: Tensor  # [L, BINS + 2, H, 4]
     prompts: list[Tensor] = field(default_factory=list)  # [BINS + 2, 5] each
     boundaries: list[float] = field(default_factory=list)
+    sources: set[str] = field(default_factory=set)
+    digests: list[str] = field(default_factory=list)  # of the prompts' texts
+    cuts: list[int] = field(default_factory=list)  # tokens that were left out, of each prompt that was cut
 
 
 class Diagnosis:
@@ -78,6 +83,9 @@ class Diagnosis:
         task.prompts.append(table.sum((0, 2)))
         if prompt.second_reading is not None:
             task.boundaries.append(prompt.second_reading / len(prompt.ids))
+        task.sources.add(prompt.source)
+        task.digests.append(digest([prompt.text]))
+        task.cuts += [prompt.cut] if prompt.cut else []
         self.tokens += len(prompt.ids)
         self.seconds += time.perf_counter() - start
 
@@ -114,12 +122,15 @@ class Diagnosis:
         """Everything measured so far, as it goes into the result file."""
         if not self.tasks:
             raise ValueError("no prompt was read")
-        everything = {name: _summary([task]) for name, task in self.tasks.items()}
-        whole = _summary(list(self.tasks.values()))
+        tasks = list(self.tasks.values())
+        everything = {name: _summary([task]) | _prompts([task]) for name, task in self.tasks.items()}
+        whole = _summary(tasks)
         ratios = self._total("ratios")
         tokens, known = float(ratios[:, :BINS, :, TOKENS].sum()), float(ratios[:, :BINS, :, COUNT].sum())
         return {
             "kind": "diagnosis",
+            "seed": SEED,
+            **_prompts(tasks),
             ALL: whole,
             "tasks": everything,
             "agreement": {
@@ -154,7 +165,12 @@ class Diagnosis:
 
 
 def diagnose(
-    model: nn.Module, prompts: Iterable[Prompt], progress: Callable[[Prompt], None] | None = None
+    model: nn.Module,
+    prompts: Iterable[Prompt],
+    progress: Callable[[Prompt], None] | None = None,
+    *,
+    identity: Identity | None = None,
+    protocol: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The mechanism diagnostic of a model on prompts, as a dictionary for a result file.
 
@@ -162,13 +178,30 @@ def diagnose(
         model: any with recurrent layers that `osdn.analysis.capture` reads.
         prompts: read one at a time; a generator is never held whole.
         progress: called after each prompt.
+        identity: of the model, for the result.
+        protocol: how the prompts were chosen, for the result: {"count": ..., "length": ...}.
     """
     diagnosis = Diagnosis(model)
     for prompt in prompts:
         diagnosis.read(prompt)
         if progress is not None:
             progress(prompt)
-    return diagnosis.result()
+    said = {} if identity is None else identity.record()
+    return {**said, "protocol": protocol or {}, **diagnosis.result()}
+
+
+def _prompts(tasks: list[Sums]) -> dict[str, Any]:
+    """What was read, and how much of it was cut."""
+    digests = [x for task in tasks for x in task.digests]
+    cuts = [x for task in tasks for x in task.cuts]
+    return {
+        "data": {
+            "source": ", ".join(sorted({source for task in tasks for source in task.sources})),
+            "documents": len(digests),
+            "digest": digest(digests),
+        },
+        "truncated": {"prompts": len(cuts), "tokens": sum(cuts)},
+    }
 
 
 def _rows(T: int, second_reading: int | None, device: torch.device) -> Tensor:

@@ -9,8 +9,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
+from platform import python_version
 from pydoc_data import topics
 from typing import Any
 
@@ -26,17 +27,24 @@ class Prompt:
     task: str
     ids: Tensor  # [T]
     second_reading: int | None = None  # the token where the context is read again
+    text: str = ""  # all of it, whatever was cut
+    cut: int = 0  # tokens that were left out at its beginning
+    source: str = ""  # where it comes from
 
 
-def encode(task: str, text: str, tokenizer: Any, length: int) -> Prompt:
-    """A prompt of at most `length` tokens; of a longer one the last are kept, as an evaluation would."""
+def encode(task: str, text: str, tokenizer: Any, length: int, source: str | None = None) -> Prompt:
+    """A prompt of at most `length` tokens; of a longer one the last are kept, as an evaluation would.
+
+    The source is the task unless another is named.
+    """
     ids = tokenizer(text, return_tensors="pt").input_ids[0]
     if len(ids) < 2:
         raise ValueError(f"a prompt of {task} has {len(ids)} tokens; it needs two: {text[:60]!r}")
     character = find_second_reading(text)
     token = 0 if character is None else len(tokenizer(text[:character]).input_ids)
-    token -= max(0, len(ids) - length)
-    return Prompt(task, ids[-length:], token if 0 < token < min(len(ids), length) else None)
+    cut = max(0, len(ids) - length)
+    second_reading = token - cut if 0 < token - cut < len(ids) - cut else None
+    return Prompt(task, ids[cut:], second_reading, text, cut, source or task)
 
 
 def find_second_reading(text: str) -> int | None:
@@ -67,13 +75,14 @@ def topics_twice(tokenizer: Any, count: int, length: int) -> Iterator[Prompt]:
         )
     for i in range(count):
         passage = ids[i * (len(ids) // count) :][:half]
-        yield Prompt(TOPICS, torch.cat([passage, passage]), half)
+        both, text = torch.cat([passage, passage]), tokenizer.decode(passage)
+        yield Prompt(TOPICS, both, half, text, source=f"documentation of Python {python_version()}")
 
 
 def file_prompts(path: Path, tokenizer: Any, length: int) -> Iterator[Prompt]:
     """Prompts of a file: one of a `.txt`, or one a line of a `.jsonl` with "text" and perhaps "task"."""
     if path.suffix != ".jsonl":
-        yield encode(path.stem, path.read_text(encoding="utf-8"), tokenizer, length)
+        yield encode(path.stem, path.read_text(encoding="utf-8"), tokenizer, length, str(path))
         return
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -83,23 +92,23 @@ def file_prompts(path: Path, tokenizer: Any, length: int) -> Iterator[Prompt]:
                 row = None
             if not isinstance(row, dict) or not isinstance(row.get("text"), str):
                 raise ValueError(f'{path}, line {number}: a prompt is an object with a string "text"')
-            yield encode(row.get("task", path.stem), row["text"], tokenizer, length)
+            yield encode(row.get("task", path.stem), row["text"], tokenizer, length, str(path))
 
 
-def task_prompts(name: str, tokenizer: Any, length: int, data_dir: Path | None) -> Iterator[Prompt]:
-    for text in task_texts(name, tokenizer, data_dir):
+def task_prompts(
+    name: str, tokenizer: Any, count: int, length: int, data_dir: Path | None
+) -> Iterator[Prompt]:
+    for text in task_texts(name, tokenizer, count, data_dir):
         yield encode(name, text, tokenizer, length)
 
 
-def task_texts(name: str, tokenizer: Any, data_dir: Path | None = None) -> Iterator[str]:
-    """The prompts of a task of `osdn eval`, `fda_twice` say, or of any of lm_eval."""
+def task_texts(name: str, tokenizer: Any, count: int, data_dir: Path | None = None) -> list[str]:
+    """The first prompts of a task as `osdn eval` reads them: of `fda_twice`, say, or any task of lm_eval."""
     if find_spec("lm_eval") is None:
         raise ValueError(f'{name} needs lm_eval: pip install "osdn[eval]"; or write prompts to a file')
-    from osdn.evaluation.harness import load_task
+    from osdn.evaluation.harness import load_task, prompt_texts
 
-    task = load_task(name, tokenizer, data_dir=data_dir)
-    for doc in task.eval_docs:
-        yield task.doc_to_text(doc)
+    return prompt_texts(load_task(name, tokenizer, data_dir=data_dir), count)
 
 
 def select(
@@ -124,7 +133,7 @@ def select(
     sources = [
         topics_twice(tokenizer, count, length)
         if task == TOPICS
-        else islice(task_prompts(task, tokenizer, length, data_dir), count)
+        else task_prompts(task, tokenizer, count, length, data_dir)
         for task in tasks
     ]
     return count * len(tasks), chain.from_iterable(sources)

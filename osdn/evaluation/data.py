@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import datasets
-from datasets import DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from datasets.naming import camelcase_to_snakecase
 
@@ -47,6 +47,14 @@ def load_data(path: str, name: str | None = None, data_dir: str | Path | None = 
             place = f"not in {data_dir}, " if data_dir else ""
             reason = str(error).splitlines()[0] if hub_answers() else "the hub cannot be reached"
             raise MissingDataError(f"{place}not cached, and {reason}") from error
+
+
+def load_split(path: str, name: str | None, split: str, data_dir: str | Path | None = None) -> Dataset:
+    """One split of a data set."""
+    data = load_data(path, name, data_dir)
+    if split not in data:
+        raise MissingDataError(f"{path} is there, but has no split {split}")
+    return data[split]
 
 
 def find_files(path: str, name: str | None, data_dir: str | Path | None) -> dict[str, list[str]]:

@@ -1,8 +1,9 @@
 """`lm_eval` as the engine: its tasks and ours, on a model that is loaded already.
 
 It needs little help.  Its search for a batch size tries ever smaller batches until memory suffices, which on
-a CPU ends in swapping or in being killed, so that there batches are sized by their tokens; and its progress
-bars are handed to whoever shows progress.
+a CPU ends in swapping or in being killed, and takes for granted that a model has a maximum length: here
+batches are sized by their tokens, and what is longer than a batch is read in pieces.  Where a prompt must be
+cut, that is counted.  The progress bars are handed to whoever shows progress.
 """
 
 import io
@@ -10,7 +11,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -19,51 +20,140 @@ from unittest.mock import patch
 import lm_eval
 import lm_eval.tasks
 import numpy as np
+import torch
 from jinja2 import UndefinedError
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from osdn.evaluation.columns import COMPARED, Score
 from osdn.evaluation.data import mirrored
-from osdn.evaluation.perplexity import Report, perplexity
+from osdn.evaluation.perplexity import SEGMENT, Report, perplexity, read_in_pieces
 from osdn.evaluation.recall import WINDOW
 from osdn.evaluation.suites import SUITES, Task
+from osdn.results.scores import COMPARED, Score
 
 OWN_TASKS = Path(__file__).parent / "tasks"
 RESAMPLES = 1000  # for the standard error of LAMBADA's perplexity, which lm_eval bootstraps
 SEED = 0  # of the bootstrap; answers are greedy
-GENERATED_TOKENS = 16_384  # of prompts that a CPU continues at once
+GENERATED_TOKENS = 16_384  # of prompts that are read at once, to be continued
 MOST_PROMPTS = 32
+UNLIMITED = 2**31  # tokens: `lm_eval` needs a maximum length
+POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")  # where `lm_eval` looks, too
+WITHOUT_POSITIONS = {"linear_attention", "delta_rule", "conv"}  # kinds of layers, by `config.layer_types`
 
 
 class TokenBatchedLM(HFLM):
-    """A model whose batches have about the same number of tokens, whatever the length of requests."""
+    """A model whose batches have about the same number of tokens, whatever the length of requests.
 
-    def __init__(self, *args: Any, tokens_at_once: int, **kwargs: Any) -> None:
-        super().__init__(*args, batch_size="auto", **kwargs)
+    Without a maximum length nothing is cut.  With one, `cut_prompts` and `cut_tokens` count what was.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        tokens_at_once: int,
+        batch_size: int | None = None,
+        max_length: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, batch_size=batch_size or "auto", max_length=max_length or UNLIMITED, **kwargs)
         self.tokens_at_once = tokens_at_once
-        self._next, self._size = 0, 1
+        self.cut_prompts = self.cut_tokens = 0
+        self._next, self._size, self._generating = 0, 1, False
 
     def _batch_scheduler(self, pos: int, n_reordered_requests: Any) -> int:
         """The size of the batch that request `pos` is in; requests come from long to short."""
         if pos == 0 or pos >= self._next:
-            _, context, continuation = n_reordered_requests[pos]
-            length = min(len(context) + len(continuation), self.max_length)
-            self._size = max(1, self.tokens_at_once // length)
+            request = n_reordered_requests[pos]
+            if self._generating:  # a prompt needs no logits but its last token's, so that more of them fit
+                length = min(len(self.tok_encode(request[0])), self.max_length)
+                size = min(GENERATED_TOKENS // max(length, 1), MOST_PROMPTS)
+            else:
+                size = self.tokens_at_once // self._length(request)
+            self._size = max(1, size)
             self._next = pos + self._size
         return self._size
 
     def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
-        return max(1, self.tokens_at_once // self.max_length)
+        """For windows of the maximum length; 0 leaves the batches of prompts to `_batch_scheduler`."""
+        return 0 if self._generating else max(1, self.tokens_at_once // self.max_length)
+
+    def _length(self, request: Any) -> int:
+        _, context, continuation = request
+        return min(len(context) + len(continuation), self.max_length)
+
+    def _loglikelihood_tokens(
+        self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Scores of continuations; a request that is longer than a batch is read in pieces."""
+        self._count_cut(len(context) + len(after) - self.max_length - 1 for _, context, after in requests)
+        long = [self._length(request) > self.tokens_at_once for request in requests]
+        short = [request for request, is_long in zip(requests, long) if not is_long]
+        scores = iter(super()._loglikelihood_tokens(short, disable_tqdm, override_bs) if short else [])
+        return [
+            self._score_in_pieces(*request[1:]) if is_long else next(scores)
+            for request, is_long in zip(requests, long)
+        ]
+
+    def _score_in_pieces(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+        """The log-likelihood of a continuation, and whether it is the greedy one."""
+        ids = torch.tensor([(context + continuation)[-(self.max_length + 1) :]])
+        start = ids.shape[1] - 1 - len(continuation)  # the first label that counts
+        total, greedy = 0.0, True
+        for logits, labels in read_in_pieces(self.model, ids):
+            logits, labels = logits[0, max(start, 0) :], labels[0, max(start, 0) :]
+            start -= SEGMENT
+            if len(labels):
+                total -= float(F.cross_entropy(logits, labels, reduction="sum"))
+                greedy &= bool((logits.argmax(-1) == labels).all())
+        return total, greedy
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """A document longer than the maximum length is read in windows: it counts as cut, by no token."""
+        if self.max_length < UNLIMITED:
+            self.cut_prompts += sum(len(self.tok_encode(r.args[0])) > self.max_length for r in requests)
+        return super().loglikelihood_rolling(requests, disable_tqdm)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Prompts need no logits but their last token's, so that more of them fit."""
-        longest = max(len(self.tok_encode(request.args[0])) for request in requests)
-        size = GENERATED_TOKENS // min(longest, self.max_length)
-        with patch.object(self, "batch_size_per_gpu", min(max(size, 1), MOST_PROMPTS)):
-            return super().generate_until(requests, disable_tqdm=disable_tqdm)
+        self._generating = True
+        try:
+            return super().generate_until(requests, disable_tqdm)
+        finally:
+            self._generating = False
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
+        if left_truncate_len is None:
+            return ids, mask
+        self._count_cut((mask.sum(1) - left_truncate_len).tolist())
+        return ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
+
+    def _model_generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if context.shape[1] > GENERATED_TOKENS:
+            kwargs["prefill_chunk_size"] = GENERATED_TOKENS
+        return super()._model_generate(context, *args, **kwargs)
+
+    def _count_cut(self, excesses: Iterable[int]) -> None:
+        cut = [excess for excess in excesses if excess > 0]
+        self.cut_prompts += len(cut)
+        self.cut_tokens += sum(cut)
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """How many tokens a model has positions for; None for a recurrent one, which has none to run out of."""
+    config = config.get_text_config()
+    if set(getattr(config, "layer_types", None) or [""]) <= WITHOUT_POSITIONS:
+        return None
+    return next((int(getattr(config, name)) for name in POSITIONS if getattr(config, name, None)), None)
 
 
 def language_model(
@@ -72,13 +162,17 @@ def language_model(
     tokens_at_once: int,
     batch_size: int | None = None,
     max_length: int | None = None,
-) -> HFLM:
-    """A model for `lm_eval`; without a batch size one is found."""
-    options = {"tokenizer": tokenizer, "backend": "causal", "max_length": max_length}
+) -> TokenBatchedLM:
+    """A model for `lm_eval`; without a batch size, batches are sized by their tokens."""
     with _quiet():
-        if batch_size is None and model.device.type == "cpu":
-            return TokenBatchedLM(model, tokens_at_once=tokens_at_once, **options)
-        return HFLM(model, batch_size=batch_size or "auto", **options)
+        return TokenBatchedLM(
+            model,
+            tokenizer=tokenizer,
+            backend="causal",
+            tokens_at_once=tokens_at_once,
+            batch_size=batch_size,
+            max_length=max_length or position_limit(model.config),
+        )
 
 
 def load_task(name: str, tokenizer: Any, window: int = WINDOW, data_dir: str | Path | None = None) -> Any:
@@ -102,16 +196,22 @@ def load_task(name: str, tokenizer: Any, window: int = WINDOW, data_dir: str | P
     return task
 
 
-def run_task(lm: HFLM, task: Task, loaded: Any, limit: int | None, report: Report) -> dict[str, Any]:
+def run_task(
+    lm: TokenBatchedLM, task: Task, loaded: Any, limit: int | None, report: Report
+) -> dict[str, Any]:
     """The scores of a task by column, and what else a result file should say of it."""
     _check_room(lm, task.name, loaded)
     random.seed(SEED)
+    lm.cut_prompts = lm.cut_tokens = 0
     with _quiet(), _reporting(report):
         # Not simple_evaluate, which for every call lists the machine's packages and its repository's state.
         output = lm_eval.evaluate(lm, {"tasks": {task.name: loaded}}, limit=limit, bootstrap_iters=RESAMPLES)
     metrics, samples = output["results"][task.name], output["samples"][task.name]
     scores = {column: _score(metrics, samples, metric) for column, metric in task.columns.items()}
-    details: dict[str, Any] = {"documents": len({sample["doc_id"] for sample in samples})}
+    details: dict[str, Any] = {
+        "documents": len({sample["doc_id"] for sample in samples}),
+        "truncated": {"prompts": lm.cut_prompts, "tokens": lm.cut_tokens},
+    }
     if compared := {column: metric for column, metric in task.columns.items() if column in COMPARED}:
         details["by_document"] = {
             column: [sample[metric.partition(",")[0]] for sample in samples]
@@ -123,7 +223,15 @@ def run_task(lm: HFLM, task: Task, loaded: Any, limit: int | None, report: Repor
     return {"scores": scores, **details}
 
 
-def _check_room(lm: HFLM, name: str, loaded: Any) -> None:
+def prompt_texts(loaded: Any, limit: int | None = None) -> list[str]:
+    """What an evaluation gives a model to read: a prompt per document, without the choices that follow it."""
+    random.seed(SEED)
+    with _quiet(), _reporting(lambda done, total: None):
+        loaded.build_all_requests(limit=limit, rank=0, world_size=1)
+    return [instance.args[0] for instance in loaded.instances if instance.idx == 0]
+
+
+def _check_room(lm: TokenBatchedLM, name: str, loaded: Any) -> None:
     if loaded.OUTPUT_TYPE == "generate_until":
         count = (loaded.config.generation_kwargs or {}).get("max_gen_toks", lm.max_gen_toks)
         if count >= lm.max_length:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from osdn.evaluation.columns import Score
-from osdn.evaluation.paper import BUCKETS
 from osdn.models import OSDNForCausalLM
+from osdn.results.paper import BUCKETS
+from osdn.results.scores import Score
 from osdn.training.data import tokenize
 
 IGNORED_LABEL = -100
@@ -113,15 +113,25 @@ def _batches(pieces: Iterable[Tensor], tokens_at_once: int, packed: bool) -> Ite
 
 
 @torch.inference_mode()
-def stream(model: PreTrainedModel, ids: Tensor, segment: int = SEGMENT) -> Iterator[Tensor]:
-    """The losses of `ids` [B, T] given all that precedes, `segment` tokens at a time: [B, ≤ segment] each."""
+def read_in_pieces(
+    model: PreTrainedModel, ids: Tensor, segment: int = SEGMENT
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits of `ids` [B, T], `segment` tokens at a time, and the labels that they should predict.
+
+    The cache carries the state from piece to piece: [B, ≤ segment, vocabulary] and [B, ≤ segment] each.
+    """
     cache = None
     for start in range(0, ids.shape[1] - 1, segment):
         piece = ids[:, start : start + segment].to(model.device)
         output = model(piece, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         labels = ids[:, start + 1 : start + 1 + segment].to(model.device)
-        logits = output.logits[:, : labels.shape[1]].float()
+        yield output.logits[:, : labels.shape[1]].float(), labels
+
+
+def stream(model: PreTrainedModel, ids: Tensor, segment: int = SEGMENT) -> Iterator[Tensor]:
+    """The losses of `ids` [B, T] given all that precedes, `segment` tokens at a time: [B, ≤ segment] each."""
+    for logits, labels in read_in_pieces(model, ids, segment):
         yield F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from osdn.evaluation.data import load_data
+from osdn.evaluation.data import load_split
 from osdn.models.checkpoints import load_tokenizer
 
 WINDOW = 1000  # tokens of a reading
@@ -99,7 +99,7 @@ def _twice(
         raise ValueError(f"{path} is cut by tokens, for which the tokenizer must be a fast one")
     if window <= ROOM:
         raise ValueError(f"the window is {window} tokens; it must be more than {ROOM}, which are kept free")
-    data = load_data(path, "default", data_dir)["validation"]
+    data = load_split(path, "default", "validation", data_dir)
     arguments = {"tokenizer": place, "length": window - ROOM}
     rows = [prompt(row, **arguments) for row in data]
     return {"validation": type(data).from_list(rows)}

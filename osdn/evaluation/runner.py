@@ -1,7 +1,8 @@
-"""Suites on a checkpoint, one result file a suite, written anew after every task.
+"""Suites on a checkpoint, one result file per suite, written anew after every task.
 
-What a file holds of a task counts as done if it was measured with the same settings on the same weights, so a
-run that was interrupted continues with the task it was in.
+A file says what was measured: the model's identity, and for each task its protocol and its data.  A task in
+it counts as done if weights, protocol and data are the same, so a run that was interrupted continues with the
+task it was in.
 """
 
 import json
@@ -10,31 +11,29 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil  # type: ignore[import-untyped]
 import torch
-from datasets.fingerprint import Hasher
+from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from osdn.evaluation import harness
-from osdn.evaluation.columns import Score, derive
-from osdn.evaluation.data import MissingDataError, bars, load_data
-from osdn.evaluation.perplexity import CONTEXT, Report, document_perplexity, position_perplexity
+from osdn.evaluation.data import MissingDataError, bars, load_split
+from osdn.evaluation.perplexity import BLOCK, CONTEXT, Report, document_perplexity, position_perplexity
 from osdn.evaluation.recall import ROOM, WINDOW
 from osdn.evaluation.suites import FINEWEB_EDU, PG19, SUITES, Task, select
-from osdn.models import OSDNForCausalLM
 from osdn.models.checkpoints import load_model, load_tokenizer
-from osdn.models.describe import model_name
-from osdn.records import save_json
+from osdn.models.identity import identify
+from osdn.results.scores import Score, derive
+from osdn.results.store import digest, now, save_json
 from osdn.training.data import load_source
 
 FINEWEB_DOCUMENTS = 10_000  # the last of sample-10BT, as the paper's train[-10000:]
-MOST_TOKENS = 4096  # scored at once: more is no faster on a CPU, and its logits take half a gigabyte
+MOST_TOKENS = 4096  # scored at once on a CPU: more is no faster, and its logits take half a gigabyte
 OTHERWISE = "name another folder with --output, or replace them with --overwrite"
-FILES = ("*.safetensors", "*.json")  # what a checkpoint's numbers depend on
 
 
 @dataclass(frozen=True)
@@ -49,22 +48,13 @@ class Settings:
     batch_size: int | None = None
     max_length: int | None = None
     device: str = "cpu"
+    name: str | None = None  # of the model, in place of its own
 
     def check(self) -> None:
         if self.window <= ROOM:
             raise ValueError(
                 f"the window is {self.window} tokens; {ROOM} of them are kept free: ask for more"
             )
-
-    def of_task(self, task: Task) -> dict[str, Any]:
-        """The settings that a task's numbers depend on."""
-        chosen: dict[str, Any] = {"limit": self.limit, "max_length": self.max_length}
-        chosen["data_dir"] = None if self.data_dir is None else str(self.data_dir.resolve())
-        if task.name.endswith("_twice"):
-            chosen["window"] = self.window
-        if task.name == PG19:
-            chosen["books"] = self.books
-        return chosen
 
 
 class Observer(Protocol):
@@ -91,14 +81,14 @@ class Evaluation:
         if self.tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {settings.checkpoint} has no end-of-text token (eos_token)")
         self.model: PreTrainedModel = load_model(settings.checkpoint, settings.device)
-        self.name = model_name(self.model, settings.checkpoint)
-        self.folder = output or Path("runs/eval") / self.name
-        self.weights = fingerprint(settings.checkpoint, self.model)
+        self.identity = identify(self.model, settings.checkpoint, settings.name)
+        self.folder = output or Path("runs/eval") / self.identity.model
+        self.max_length = settings.max_length or harness.position_limit(self.model.config)
         self.done = self._finished(overwrite)
         self.again = set(self.done) if overwrite else set()  # to be measured anew, if they can be
         self.tokens_at_once = tokens_at_once(self.model)
         self.lm = harness.language_model(
-            self.model, self.tokenizer, self.tokens_at_once, settings.batch_size, settings.max_length
+            self.model, self.tokenizer, self.tokens_at_once, settings.batch_size, self.max_length
         )
 
     def run(self, suites: list[str], observer: Observer) -> Outcome:
@@ -122,78 +112,107 @@ class Evaluation:
             outcome.missing |= missing
         return outcome
 
-    def _wanted(self, task: Task) -> dict[str, Any]:
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        return self.settings.of_task(task) | {"weights": self.weights, "dtype": dtype}
+    def _protocol(self, task: Task) -> dict[str, Any]:
+        """How a task is measured, as far as its numbers depend on it."""
+        protocol = {
+            "limit": self.settings.limit,
+            "max_length": self.max_length,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+        }
+        if task.name.endswith("_twice"):
+            protocol["window"] = self.settings.window
+        if task.name == FINEWEB_EDU:  # documents are read in pieces of this length, as in training
+            protocol["context"] = min(CONTEXT, self.max_length or CONTEXT)
+        if task.name == PG19:
+            protocol["block"] = BLOCK
+        return protocol
+
+    def _documents(self, task: Task) -> Dataset:
+        """The rows that a task evaluates, as they are in the data set."""
+        limit, books = self.settings.limit, self.settings.books
+        if task.name == PG19 and books is not None:
+            rows = load_source(books)
+        else:
+            rows = load_split(task.data, task.config, task.split, self.settings.data_dir)
+        if task.name == PG19:
+            whole = (i for i, text in enumerate(rows["text"]) if self._has_block(text))
+            return rows.select(list(islice(whole, limit))).select_columns(["text"])
+        if task.name == FINEWEB_EDU:
+            count = min(limit or FINEWEB_DOCUMENTS, len(rows), FINEWEB_DOCUMENTS)
+            return rows.select(range(len(rows) - count, len(rows))).select_columns(["text"])
+        return rows.select(range(min(limit or len(rows), len(rows))))
+
+    def _has_block(self, text: str) -> bool:
+        return len(self.tokenizer(text, verbose=False).input_ids) >= BLOCK
+
+    def _data(self, task: Task, rows: Dataset) -> dict[str, Any]:
+        """What a result says of its data."""
+        source, split = task.source, task.split
+        if task.name == PG19 and self.settings.books is not None:
+            source, split = self.settings.books, "train"
+        return {"source": source, "split": split, "documents": len(rows), "digest": digest(rows)}
 
     def _refuse_other_settings(self, suites: list[str]) -> None:
-        """Results that took hours are not replaced because an option differs."""
+        """Results that took hours are not replaced because an option or the data differ."""
         for task in tasks_of(suites):
-            wanted = self._wanted(task)
-            before = self.done.get(task.name, {}).get("settings", wanted)
-            different = [
-                f"{key} {before.get(key)}, now {x}" for key, x in wanted.items() if before.get(key) != x
-            ]
-            if different:
-                held = f"{task.name} with other settings ({'; '.join(different)})"
-                raise ValueError(f"{self.folder} holds {held}; {OTHERWISE}")
-        for name, entry in self.done.items():
-            if entry.get("settings", {}).get("weights", self.weights) != self.weights:
-                raise ValueError(f"{self.folder} holds {name} of other weights; {OTHERWISE}")
+            if task.name in self.done and task.name not in self.again:
+                different = self._differences(task, self.done[task.name])
+                if different:
+                    held = f"{task.name} with other settings ({'; '.join(different)})"
+                    raise ValueError(f"{self.folder} holds {held}; {OTHERWISE}")
+
+    def _differences(self, task: Task, before: dict[str, Any]) -> list[str]:
+        wanted = self._protocol(task)
+        different = [
+            f"{key} {before['protocol'].get(key)}, now {x}"
+            for key, x in wanted.items()
+            if before["protocol"].get(key) != x
+        ]
+        if different:
+            return different
+        try:
+            with bars(False):
+                data = self._data(task, self._documents(task))
+        except MissingDataError:  # what was measured stays, though it could not be measured now
+            return []
+        if data["digest"] == before["data"]["digest"]:
+            return []
+        return [f"data {_said(before['data'])}, now {_said(data)}"]
 
     def _entry(self, task: Task, report: Report) -> dict[str, Any]:
         """Measures a task: what the result file says of it."""
         start = time.perf_counter()
-        measured = self._measure(task, report)
+        rows = self._documents(task)
+        measured = self._measure(task, rows, report)
         scores = measured.pop("scores")
         return {
-            "settings": self._wanted(task),
+            "date": now(),
+            "protocol": self._protocol(task),
+            "data": self._data(task, rows),
             "results": {column: score.value for column, score in scores.items()},
             "errors": {column: score.error for column, score in scores.items() if score.error is not None},
-            "data": task.documents if task.name != PG19 else self.settings.books or task.documents,
             "seconds": round(time.perf_counter() - start, 1),
             **measured,
         }
 
-    def _measure(self, task: Task, report: Report) -> dict[str, Any]:
+    def _measure(self, task: Task, rows: Dataset, report: Report) -> dict[str, Any]:
         settings = self.settings
         if task.name == FINEWEB_EDU:
-            data = load_data(task.data, task.config, settings.data_dir)[task.split]
-            count = min(settings.limit or FINEWEB_DOCUMENTS, len(data), FINEWEB_DOCUMENTS)
-            data = data.select(range(len(data) - count, len(data))).select_columns(["text"])
+            context = self._protocol(task)["context"]
             score = document_perplexity(
-                self.model, self.tokenizer, data, self.tokens_at_once, report, context=self._context()
+                self.model, self.tokenizer, rows, self.tokens_at_once, report, context=context
             )
-            return {"scores": {"fineweb_edu_ppl": score}, "documents": count}
+            return {"scores": {"fineweb_edu_ppl": score}, "documents": len(rows)}
         if task.name == PG19:
-            if settings.books is not None:
-                texts = load_source(settings.books)["text"]
-            else:
-                texts = load_data(task.data, task.config, settings.data_dir)[task.split]["text"]
-            count = min(settings.limit or len(texts), len(texts))
-            read = 0
-
-            def advance(done: int, total: int) -> None:
-                nonlocal read
-                read = done
-                report(done, total)
-
             try:
                 scores = position_perplexity(
-                    self.model, self.tokenizer, texts, count, self.tokens_at_once, advance
+                    self.model, self.tokenizer, rows["text"], len(rows), self.tokens_at_once, report
                 )
             except IndexError as error:  # of an embedding of positions
                 raise MissingDataError("the model has too few positions for a block") from error
-            return {"scores": scores, "documents": read}
+            return {"scores": scores, "documents": len(rows)}
         loaded = harness.load_task(task.name, self.tokenizer, settings.window, settings.data_dir)
         return harness.run_task(self.lm, task, loaded, settings.limit, report)
-
-    def _context(self) -> int:
-        """Tokens of a document that are read in one piece: as in training, or as many as the model can."""
-        limit = self.settings.max_length
-        if limit is None and not isinstance(self.model, OSDNForCausalLM):
-            limit = getattr(self.model.config, "max_position_embeddings", None)
-        return min(CONTEXT, limit or CONTEXT)
 
     def _save(self, suite: str, missing: dict[str, str]) -> Path:
         """Writes what is done of a suite, in this run or before."""
@@ -207,14 +226,10 @@ class Evaluation:
         content = {
             "kind": "evaluation",
             "suite": suite,
-            "model": self.name,
-            "checkpoint": self.settings.checkpoint,
-            "block": block(self.model),
-            "baseline": getattr(self.model.config, "preconditioner", None) is None,
+            **self.identity.record(),
             "command": shlex.join(sys.argv),
             "seed": harness.SEED,
             "device": self.settings.device,
-            "max_length": self.lm.max_length,
             "complete": len(entries) == len(SUITES[suite]),
             "results": {column: score.value for column, score in everything.items()},
             "errors": {c: score.error for c, score in everything.items() if score.error is not None},
@@ -224,7 +239,7 @@ class Evaluation:
         return save_json(self.folder / f"{suite}.json", content)
 
     def _finished(self, overwrite: bool) -> dict[str, Any]:
-        """The tasks in the folder's files; a folder of another checkpoint is refused.
+        """The tasks in the folder's files; a folder of other weights is refused.
 
         With `overwrite`, those that this evaluation could have measured itself.
         """
@@ -238,18 +253,28 @@ class Evaluation:
                 ) from None
             if not isinstance(content, dict) or content.get("kind") != "evaluation":
                 continue
-            if content["checkpoint"] == self.settings.checkpoint:
+            if self._is_ours(content):
                 tasks |= content["tasks"]
             elif not overwrite:
-                raise ValueError(f"{self.folder} holds results of {content['checkpoint']}; {OTHERWISE}")
+                raise ValueError(
+                    f"{self.folder} holds results of {content['checkpoint']} with weights "
+                    f"{content.get('weights')}, and those of {self.settings.checkpoint} are "
+                    f"{self.identity.weights}; {OTHERWISE}"
+                )
         if overwrite:
             known = {task.name: task for tasks in SUITES.values() for task in tasks}
             tasks = {
                 name: entry
                 for name, entry in tasks.items()
-                if name in known and entry.get("settings") == self._wanted(known[name])
+                if name in known and entry.get("protocol") == self._protocol(known[name])
             }
         return tasks
+
+    def _is_ours(self, content: dict[str, Any]) -> bool:
+        """Whether results are of these weights; the path tells for weights that have no digest."""
+        if self.identity.weights is None:
+            return bool(content["checkpoint"] == self.identity.checkpoint)
+        return bool(content.get("weights") == self.identity.weights)
 
 
 def tokens_at_once(model: PreTrainedModel) -> int:
@@ -258,29 +283,16 @@ def tokens_at_once(model: PreTrainedModel) -> int:
     `lm_eval` holds a token's logits, their logarithmic softmax and a copy: three times the vocabulary.
     """
     if model.device.type == "cuda":
-        free = torch.cuda.mem_get_info(model.device)[0]
+        free, most = torch.cuda.mem_get_info(model.device)[0], sys.maxsize
     else:
-        free = psutil.virtual_memory().available
-    return max(256, min(MOST_TOKENS, free // 4 // (3 * 4 * model.config.vocab_size)))
-
-
-def fingerprint(checkpoint: str, model: PreTrainedModel) -> str:
-    """Changes when the checkpoint does: by its files if it is a directory, else by its commit on the hub."""
-    folder = Path(checkpoint)
-    if not folder.is_dir():
-        return f"{checkpoint}@{getattr(model.config, '_commit_hash', None)}"
-    files = sorted(chain.from_iterable(folder.glob(pattern) for pattern in FILES))
-    return str(Hasher.hash([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]))
-
-
-def block(model: PreTrainedModel) -> str:
-    """Models that the paper would compare with each other share a block: a backbone of one shape."""
-    if not isinstance(model, OSDNForCausalLM):
-        return str(model.config.model_type)
-    config = model.config
-    return f"{config.backbone}, {config.num_hidden_layers} layers of width {config.hidden_size}"
+        free, most = psutil.virtual_memory().available, MOST_TOKENS
+    return max(256, min(most, free // 4 // (3 * 4 * model.config.vocab_size)))
 
 
 def tasks_of(suites: list[str]) -> Iterator[Task]:
     """The tasks of some suites, one that two of them share once each."""
     return chain.from_iterable(SUITES[suite] for suite in select(suites))
+
+
+def _said(data: dict[str, Any]) -> str:
+    return f"{data['documents']} documents of {data['source']}, digest {data['digest']}"

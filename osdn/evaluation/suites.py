@@ -5,7 +5,7 @@ A task fills one column of the paper's tables or two; a column's metric is named
 
 from dataclasses import dataclass
 
-from osdn.evaluation.columns import LONGBENCH
+from osdn.results.scores import LONGBENCH
 
 ACCURACY, NORMALISED, EXACT = "acc,none", "acc_norm,none", "exact_match,remove_whitespace"
 CONTAINS = "contains,none"
@@ -22,10 +22,14 @@ class Task:
     folder: str | None = None  # of lm_eval's own definition
 
     @property
+    def source(self) -> str:
+        """The data set as people write it."""
+        return self.data if self.config in (None, "default") else f"{self.data} {self.config}"
+
+    @property
     def documents(self) -> str:
-        """The data as people write it."""
-        named = self.config not in (None, "default")
-        return f"{self.data}{f' {self.config}' if named else ''}, {self.split}"
+        """The data set and its split."""
+        return f"{self.source}, {self.split}"
 
 
 def _choice(name: str, metric: str, data: str, config: str | None, split: str, folder: str) -> Task:

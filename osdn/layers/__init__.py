@@ -1,6 +1,13 @@
 """Token mixers to build models from: `y, state = DeltaNet(...)(x, state)`."""
 
-from osdn.layers.mixers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, MixerState, TokenMixer
+from osdn.layers.mixers import (
+    DeltaNet,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    MixerState,
+    OperatorInputs,
+    TokenMixer,
+)
 from osdn.layers.preconditioner import Preconditioner, PreconditionerConfig
 
 __all__ = [
@@ -8,6 +15,7 @@ __all__ = [
     "GatedDeltaNet",
     "KimiDeltaAttention",
     "MixerState",
+    "OperatorInputs",
     "Preconditioner",
     "PreconditionerConfig",
     "TokenMixer",

@@ -1,8 +1,10 @@
 """The token mixers: DeltaNet, Gated DeltaNet and Kimi Delta Attention, with or without online scaling.
 
 They are one layer.  `TokenMixer` projects, convolves, normalises, runs the recurrence and keeps its state; a
-mixer adds only how its state decays and how its output is read.  Parameters are named and shaped as in
-flash-linear-attention, so that weights move between the two.
+mixer adds only how its state decays and how its output is read.  `operator_inputs` computes what the
+recurrence is called with, and the submodule `recurrence` calls it: a hook there sees exactly what the layer
+computed with.  Parameters are named and shaped as in flash-linear-attention, so that weights move between the
+two.
 """
 
 import math
@@ -28,6 +30,44 @@ class MixerState(NamedTuple):
     q_tail: Tensor  # [N, W - 1, H * K], the last inputs of the convolutions
     k_tail: Tensor  # [N, W - 1, H * K]
     v_tail: Tensor  # [N, W - 1, HV * V]
+
+
+class OperatorInputs(NamedTuple):
+    """What a mixer calls its recurrence with."""
+
+    q: Tensor  # [B, T, H, K], normalised
+    k: Tensor  # [B, T, H, K], normalised
+    v: Tensor  # [B, T, HV, V]
+    beta: Tensor  # [B, T, HV]
+    log_decay: Tensor | None  # [B, T, HV] or [B, T, HV, K]
+    preconditioner: dict[str, Any] | None  # arguments of phase 1; None is the plain delta rule
+    initial_state: Tensor | None  # [N, HV, K, V]
+    cu_seqlens: Tensor | None  # [N + 1]
+
+
+class Recurrence(nn.Module):
+    """Calls the operator; a module without parameters, so that hooks can see its inputs and outputs."""
+
+    def __init__(self, backend: str = "auto") -> None:
+        super().__init__()
+        check_backend(backend)
+        self.backend = backend
+
+    def forward(
+        self, inputs: OperatorInputs, output_final_state: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The outputs `[B, T, HV, V]`, the final state and the final scale."""
+        q, k, v, beta, log_decay, preconditioner, initial_state, cu_seqlens = inputs
+        shared: dict[str, Any] = {
+            "log_decay": log_decay,
+            "initial_state": initial_state,
+            "output_final_state": output_final_state,
+            "cu_seqlens": cu_seqlens,
+            "backend": self.backend,
+        }
+        if preconditioner is None:
+            return *delta_rule(q, k, v, beta, **shared), None
+        return online_scaled_delta_rule(q, k, v, beta, **preconditioner, **shared)
 
 
 class TokenMixer(nn.Module):
@@ -64,9 +104,8 @@ class TokenMixer(nn.Module):
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         for name in ("hidden_size", "num_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_size"):
             checks.size(name, locals()[name])
-        check_backend(backend)
         self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
-        self.head_k_dim, self.head_v_dim, self.backend = head_k_dim, head_v_dim, backend
+        self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
         if self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads is {num_v_heads}; it must be a multiple of num_heads, {num_heads}")
         key_dim, value_dim = num_heads * head_k_dim, self.num_v_heads * head_v_dim
@@ -77,6 +116,7 @@ class TokenMixer(nn.Module):
         self.q_conv1d = ShortConvolution(key_dim, conv_size)
         self.k_conv1d = ShortConvolution(key_dim, conv_size)
         self.v_conv1d = ShortConvolution(value_dim, conv_size)
+        self.recurrence = Recurrence(backend)
         self.o_norm = RMSNorm(head_v_dim, eps=norm_eps)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
         self.preconditioner = None
@@ -106,42 +146,51 @@ class TokenMixer(nn.Module):
         Returns:
             the outputs `[B, T, D]`, and the state or None.
         """
+        if output_final_state is None:
+            output_final_state = state is not None
+        inputs, tails = self.operator_inputs(x, state, cu_seqlens, output_final_state)
+        o, recurrent, scale = self.recurrence(inputs, output_final_state)
+        y = self.o_proj(self.read_out(o, x).flatten(-2))
+        if not output_final_state:
+            return y, None
+        return y, MixerState(recurrent, scale, *tails)
+
+    def operator_inputs(
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_tails: bool = False,
+    ) -> tuple[OperatorInputs, list[Any]]:
+        """What the recurrence is called with for `x` `[B, T, D]`, and the last inputs of the convolutions.
+
+        The arguments are those of `forward`; the tails are None unless asked for.
+
+        >>> mixer = DeltaNet(64, num_heads=2, head_k_dim=32, head_v_dim=32)
+        >>> inputs, _ = mixer.operator_inputs(torch.ones(1, 5, 64))
+        >>> inputs.k.shape, inputs.beta.shape
+        (torch.Size([1, 5, 2, 32]), torch.Size([1, 5, 2]))
+        """
         checks.dense("x", x, "[B, T, D]")
         if x.ndim != 3 or x.shape[2] != self.hidden_size:
             raise ValueError(f"x has shape {list(x.shape)}; it must be [B, T, {self.hidden_size}]")
         N = checks.sequence_count(cu_seqlens, x.shape[0])
         if cu_seqlens is not None and not torch.compiler.is_compiling():
             checks.boundaries(cu_seqlens, x.shape[1])
-        if output_final_state is None:
-            output_final_state = state is not None
         recurrent = scale = q_tail = k_tail = v_tail = None
         if state is not None:
             recurrent, scale, q_tail, k_tail, v_tail = self._checked(state, N)
-        q, q_tail = self.q_conv1d(self.q_proj(x), q_tail, cu_seqlens, output_final_state)
-        k, k_tail = self.k_conv1d(self.k_proj(x), k_tail, cu_seqlens, output_final_state)
-        v, v_tail = self.v_conv1d(self.v_proj(x), v_tail, cu_seqlens, output_final_state)
+        q, q_tail = self.q_conv1d(self.q_proj(x), q_tail, cu_seqlens, output_tails)
+        k, k_tail = self.k_conv1d(self.k_proj(x), k_tail, cu_seqlens, output_tails)
+        v, v_tail = self.v_conv1d(self.v_proj(x), v_tail, cu_seqlens, output_tails)
         q = l2_normalize(q.unflatten(-1, (self.num_heads, self.head_k_dim)))  # [B, T, H, K]
         k = l2_normalize(k.unflatten(-1, (self.num_heads, self.head_k_dim)))
         v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))  # [B, T, HV, V]
         beta = widen(self.b_proj(x)).sigmoid()  # [B, T, HV]
         log_decay = self.log_decay(x)
-        shared: dict[str, Any] = {
-            "log_decay": log_decay,
-            "initial_state": recurrent,
-            "output_final_state": output_final_state,
-            "cu_seqlens": cu_seqlens,
-            "backend": self.backend,
-        }
-        if self.preconditioner is None:
-            o, recurrent = delta_rule(q, k, v, beta, **shared)
-        else:
-            scaling = self.preconditioner(x, log_decay, scale)
-            o, recurrent, scale = online_scaled_delta_rule(q, k, v, beta, **scaling, **shared)
-        y = self.o_proj(self.read_out(o, x).flatten(-2))
-        if not output_final_state:
-            return y, None
-        assert recurrent is not None
-        return y, MixerState(recurrent, scale, q_tail, k_tail, v_tail)
+        scaling = None if self.preconditioner is None else self.preconditioner(x, log_decay, scale)
+        inputs = OperatorInputs(q, k, v, beta, log_decay, scaling, recurrent, cu_seqlens)
+        return inputs, [q_tail, k_tail, v_tail]
 
     def _checked(self, state: MixerState, N: int) -> MixerState:
         """The state, if it is one of N sequences of this mixer."""

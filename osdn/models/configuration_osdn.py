@@ -62,6 +62,7 @@ class OSDNConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     max_position_embeddings: int = 4096
     backend: str = "auto"
+    run_name: str | None = None  # of the run that trained it, written by the trainer
     use_cache: bool = True
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None

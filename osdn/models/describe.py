@@ -8,6 +8,7 @@ from torch import nn
 
 from osdn.models.checkpoints import saved_settings
 from osdn.models.configuration_osdn import OSDNConfig
+from osdn.models.identity import preset_of
 from osdn.models.interchange import FORMATS, config_from_flash_linear_attention
 from osdn.models.modeling_osdn import OSDNForCausalLM
 from osdn.models.presets import PRESETS
@@ -88,10 +89,10 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
     if isinstance(model, nn.Module):
         config = model.config
     else:
-        config = _config(model) if isinstance(model, (str, Path)) else model
+        config = load_config(model) if isinstance(model, (str, Path)) else model
         with torch.device("meta"):
             model = OSDNForCausalLM(config)
-    preset = _preset(config)
+    preset = preset_of(config)
     heads = config.num_hidden_layers * config.num_v_heads
     own = [p for name, p in model.named_parameters() if ".preconditioner." in name]
     return Description(
@@ -111,13 +112,8 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
     )
 
 
-def model_name(model: nn.Module, path: str) -> str:
-    """The preset a model was made from, or the last part of its path."""
-    preset = describe(model).preset if isinstance(model, OSDNForCausalLM) else None
-    return preset or path.rstrip("/").rpartition("/")[2]
-
-
-def _config(name: str | Path) -> OSDNConfig:
+def load_config(name: str | Path) -> OSDNConfig:
+    """The configuration of a preset or of a saved model, ours or flash-linear-attention's."""
     if str(name) in PRESETS or not Path(name).is_dir():
         return OSDNConfig.from_preset(str(name))
     settings = saved_settings(name)
@@ -125,7 +121,9 @@ def _config(name: str | Path) -> OSDNConfig:
     if kind in FORMATS:
         return config_from_flash_linear_attention(settings)
     if kind != OSDNConfig.model_type:
-        raise ValueError(f"{name} holds a model of type {kind!r}; this describes osdn, {', '.join(FORMATS)}")
+        raise ValueError(
+            f"{name} holds a model of type {kind!r}; it must be one of osdn, {', '.join(FORMATS)}"
+        )
     return OSDNConfig.from_pretrained(name)
 
 
@@ -139,15 +137,3 @@ def _forward_flops(model: OSDNForCausalLM, config: OSDNConfig) -> int:
     heads, K, V = config.num_hidden_layers * config.num_v_heads, config.head_k_dim, config.head_v_dim
     recurrence = heads * (6 * K * V + (8 * K if config.preconditioner is not None else 0))
     return 2 * weights + recurrence
-
-
-def _preset(config: OSDNConfig) -> str | None:
-    """The name of the preset with these shapes and this preconditioner."""
-    for name in PRESETS:
-        preset = OSDNConfig.from_preset(name)
-        if preset.mixer | {"backend": None} == config.mixer | {"backend": None} and all(
-            getattr(preset, k) == getattr(config, k)
-            for k in ("backbone", "vocab_size", "num_hidden_layers", "intermediate_size")
-        ):
-            return name
-    return None

@@ -19,8 +19,7 @@ from transformers import TrainerControl as Control
 from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 
-from osdn.layers import TokenMixer
-from osdn.layers.precision import l2_normalize, widen
+from osdn.layers import OperatorInputs, TokenMixer
 from osdn.ops import precondition_keys
 from osdn.training.checkpoints import write_text
 
@@ -28,15 +27,22 @@ METRICS = "metrics.jsonl"
 
 
 class Metrics(TrainerCallback):
-    """Every log as a line of `metrics.jsonl`."""
+    """Every log as a line of `metrics.jsonl`; the last step is always logged."""
+
+    def on_step_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+        control.should_log |= state.global_step == state.max_steps
 
     def on_log(self, args: Arguments, state: State, control: Control, logs: dict[str, Any], **_: Any) -> None:
         if state.is_world_process_zero and "train_runtime" not in logs:
             line = {"step": state.global_step, "time": time.time(), **logs}
             line.pop("epoch", None)  # the library's guess; a stream has no length
             line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-            with Path(args.output_dir, METRICS).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            self.append(args.output_dir, line)
+
+    @staticmethod
+    def append(run: str | Path, line: dict[str, Any]) -> None:
+        with Path(run, METRICS).open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     @staticmethod
     def read(run: str | Path) -> list[dict[str, Any]]:
@@ -72,6 +78,7 @@ class Progress(TrainerCallback):
             disable=not self.console.is_terminal,
         )
         self.task: TaskID | None = None
+        self.validation = ""  # the last one, shown until the next
 
     def on_train_begin(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
         if state.is_world_process_zero:
@@ -85,9 +92,12 @@ class Progress(TrainerCallback):
     def on_log(self, args: Arguments, state: State, control: Control, logs: dict[str, Any], **_: Any) -> None:
         if self.task is None or "loss" not in logs:
             return
+        if "validation_loss" in logs:
+            self.validation = f"  validation {logs['validation_loss']:.4f}"
         text = (
-            f"loss {logs['loss']:.4f}  norm {logs['grad_norm']:.2f}  lr {logs['learning_rate']:.2e}  "
-            f"{logs['tokens_per_second']:,.0f} tokens/s  mfu {100 * logs['mfu']:.0f} %"
+            f"loss {logs['loss']:.4f}{self.validation}  norm {logs['grad_norm']:.2f}  "
+            f"lr {logs['learning_rate']:.2e}  {logs['tokens_per_second']:,.0f} tokens/s  "
+            f"mfu {100 * logs['mfu']:.0f} %"
         )
         if logs["skipped_steps"]:
             text += f"  skipped {logs['skipped_steps']}"
@@ -147,7 +157,7 @@ class Diagnostics(TrainerCallback):
         if (state.global_step + 1) % self.every == 0:
             mixers = [m for m in self.trainer.model.modules() if isinstance(m, TokenMixer)]
             for layer, mixer in enumerate(mixers):
-                self.hooks.append(mixer.register_forward_pre_hook(self._measure(layer), with_kwargs=True))
+                self.hooks.append(mixer.recurrence.register_forward_pre_hook(self._measure(layer)))
 
     def on_step_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
         while self.hooks:
@@ -162,24 +172,34 @@ class Diagnostics(TrainerCallback):
             control.should_log = True
 
     def _measure(self, layer: int) -> Any:
-        def hook(mixer: TokenMixer, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-            with torch.no_grad():
-                self.seen.setdefault(layer, []).append(measure(mixer, args[0], kwargs["cu_seqlens"]))
+        def hook(recurrence: Any, args: tuple[Any, ...]) -> None:
+            self.seen.setdefault(layer, []).append(measure(args[0], recurrence.backend))
 
         return hook
 
 
-def measure(mixer: TokenMixer, x: Tensor, cu_seqlens: Tensor | None) -> dict[str, float]:
-    """The mean residual ratio of a mixer's writes on inputs `[B, T, D]`, and where its final scales lie."""
-    k, _ = mixer.k_conv1d(mixer.k_proj(x), None, cu_seqlens, False)
-    k = l2_normalize(k.unflatten(-1, (mixer.num_heads, mixer.head_k_dim))).float()  # [B, T, H, K]
-    beta = widen(mixer.b_proj(x)).sigmoid()  # [B, T, HV]
-    write_keys = read_keys = k.repeat_interleave(mixer.num_v_heads // mixer.num_heads, 2)  # [B, T, HV, K]
+class Validation(TrainerCallback):
+    """The loss on rows that are not trained on, every so many steps (0 is never) and at the end."""
+
+    def __init__(self, trainer: Any, rows: list[dict[str, Tensor]], every: int) -> None:
+        self.trainer, self.rows, self.every = trainer, rows, every
+
+    def on_step_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+        due = self.every and state.global_step % self.every == 0
+        if due or state.global_step == state.max_steps:
+            self.trainer.more_logs["validation_loss"] = self.trainer.validation_loss(self.rows)
+            control.should_log = True
+
+
+@torch.no_grad()
+def measure(inputs: OperatorInputs, backend: str = "auto") -> dict[str, float]:
+    """The mean residual ratio of a mixer's writes, and where its final scales lie."""
+    k, beta = inputs.k.float(), inputs.beta  # [B, T, H, K], [B, T, HV]
+    write_keys = read_keys = k.repeat_interleave(beta.shape[2] // k.shape[2], 2)  # [B, T, HV, K]
     result = {}
-    if mixer.preconditioner is not None:
-        scaling = mixer.preconditioner(x, mixer.log_decay(x), None)
+    if inputs.preconditioner is not None:
         write_keys, scale = precondition_keys(
-            k, beta, **scaling, cu_seqlens=cu_seqlens, backend=mixer.backend
+            k, beta, **inputs.preconditioner, cu_seqlens=inputs.cu_seqlens, backend=backend
         )
         low, median, high = torch.quantile(
             scale.flatten(-2), torch.tensor([0.05, 0.5, 0.95]).to(scale), dim=-1

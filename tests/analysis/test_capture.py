@@ -1,9 +1,12 @@
 """The capture: what it records is what the layer computed with, for our models and those of transformers."""
 
+import sys
+from threading import Thread
+
 import pytest
 import torch
 
-from osdn.analysis.capture import capture, capturing, recurrent_layers
+from osdn.analysis.capture import RECURRENCES, capture, capturing, recurrent_layers
 from osdn.analysis.theory.runs import Problem
 from osdn.ops import delta_rule, precondition_keys
 from tests.analysis.models import kimi_linear, qwen3_next
@@ -72,6 +75,36 @@ def test_capturing_changes_nothing_and_ends_with_its_context():
         model(ids + 10_000)  # a failure in the model leaves nothing behind
     model(ids)
     assert len(seen) == 2
+
+
+def test_functions_of_transformers_are_replaced_only_while_capturing():
+    model, ids, seen = qwen3_next(), tokens(1, 9), []
+    *_, last = recurrent_layers(model).values()
+    source = sys.modules[type(last).__module__]
+    before = {name: getattr(source, name) for name in RECURRENCES if hasattr(source, name)}
+    with torch.no_grad(), capturing(model, seen.append):
+        with capturing(model, seen.append):
+            model(ids, use_cache=False)
+        assert len(seen) == 2 * len(recurrent_layers(model))
+        assert {name: getattr(source, name) for name in before} != before
+    with pytest.raises(IndexError), capturing(model, seen.append):
+        model(ids + 10_000)
+    assert {name: getattr(source, name) for name in before} == before
+
+
+def test_a_model_of_transformers_that_runs_in_another_thread_is_not_captured():
+    model, other, ids, seen = qwen3_next(), qwen3_next(), tokens(1, 9), []
+    *_, last = recurrent_layers(model).values()
+
+    def run_the_other(*_: object) -> None:
+        thread = Thread(target=other, kwargs={"input_ids": ids, "use_cache": False})
+        thread.start()
+        thread.join()
+
+    with torch.no_grad(), capturing(model, seen.append):
+        last.register_forward_pre_hook(run_the_other)
+        model(ids, use_cache=False)
+    assert [layer.name for layer in seen] == list(recurrent_layers(model))
 
 
 def test_what_cannot_be_captured_is_refused():

@@ -15,6 +15,7 @@ from osdn.analysis.prompts import Prompt, encode, file_prompts, find_second_read
 from osdn.analysis.residuals import residuals, scale_trajectory
 from osdn.cli import app
 from osdn.models import save_flash_linear_attention
+from osdn.models.identity import block, identify
 from tests.analysis.models import byte_tokenizer, kimi_linear, qwen3_next
 from tests.models.variants import make, tokens
 
@@ -122,7 +123,7 @@ def test_prompts_of_an_evaluation_task_are_its_own(tmp_path):
     folder.mkdir(parents=True)
     row = {"text": "Device: pump. Maker: Acme\nmaker:", "key": "maker", "value": "Acme"}
     (folder / "validation.jsonl").write_text(json.dumps(row))
-    texts = list(task_texts("fda_twice", byte_tokenizer(), tmp_path))
+    texts = task_texts("fda_twice", byte_tokenizer(), 1, tmp_path)
     text = "Device: pump. Maker: Acme."
     assert texts == [f"Information about Maker. {text}\n{text} Maker:"]
     count, prompts = select(byte_tokenizer(), None, ["fda_twice", "topics_twice"], 1, 200, tmp_path)
@@ -130,16 +131,46 @@ def test_prompts_of_an_evaluation_task_are_its_own(tmp_path):
     assert [prompt.task for prompt in prompts] == ["fda_twice", "topics_twice"]
 
 
+def test_the_result_says_what_was_read_and_what_was_cut(tmp_path):
+    model, tokenizer, file = make("osdn", vocab_size=300), byte_tokenizer(), tmp_path / "mine.jsonl"
+    texts = ["one " * 9, "two " * 12, "three " * 5]
+    rows = [{"text": text, "task": task} for text, task in zip(texts, "aab")]
+
+    def diagnosed(rows: list[dict], length: int) -> dict:
+        file.write_text("\n".join(map(json.dumps, rows)))
+        _, chosen = select(tokenizer, file, [], 1, length)
+        return diagnose(model, chosen, identity=identify(model, "x", "mine"), protocol={"length": length})
+
+    whole, cut = diagnosed(rows, 100), diagnosed(rows, 32)
+    assert (whole["model"], whole["block"], whole["protocol"]) == (
+        "mine",
+        block(model.config),
+        {"length": 100},
+    )
+    assert whole["truncated"] == {"prompts": 0, "tokens": 0}
+    assert cut["truncated"] == {"prompts": 2, "tokens": (36 - 32) + (48 - 32)}
+    assert cut["tasks"]["a"]["truncated"] == cut["truncated"]
+    assert cut["tasks"]["b"]["truncated"] == {"prompts": 0, "tokens": 0}
+    assert whole["data"] == {"source": str(file), "documents": 3, "digest": whole["data"]["digest"]}
+    assert whole["data"] == cut["data"]  # the texts are the same
+    assert whole["tasks"]["a"]["data"]["documents"] == 2
+    others = diagnosed([*rows[:2], {"text": "three, " * 5, "task": "b"}], 100)
+    assert others["data"]["digest"] != whole["data"]["digest"]
+    assert others["tasks"]["a"]["data"] == whole["tasks"]["a"]["data"]
+    _, chosen = select(tokenizer, None, [], 2, 64)
+    assert diagnose(model, chosen)["data"]["source"].startswith("documentation of Python 3.")
+
+
 @pytest.mark.slow  # lm_eval reads thousands of task files first
 def test_an_unknown_task_is_named():
     with pytest.raises(ValueError, match="nothing is not a task"):
-        next(task_texts("nothing", byte_tokenizer()))
+        task_texts("nothing", byte_tokenizer(), 1)
 
 
 def test_a_task_without_lm_eval_says_what_to_install(monkeypatch):
     monkeypatch.setattr("osdn.analysis.prompts.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install"):
-        next(task_texts("fda_twice", byte_tokenizer()))
+        task_texts("fda_twice", byte_tokenizer(), 1)
 
 
 @pytest.fixture(scope="module")

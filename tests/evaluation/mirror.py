@@ -162,9 +162,10 @@ def write_arrow(path: Path, rows: list[dict]) -> None:
         writer.finalize()
 
 
-def save_osdn(folder: Path, variant: str = "osdn", seed: int = 0) -> str:
+def save_osdn(folder: Path, variant: str = "osdn", seed: int = 0, **fields: object) -> str:
     """A small model over bytes with weights that matter, saved with its tokenizer."""
-    config = OSDNConfig.from_preset(f"{variant}-tiny", vocab_size=260, bos_token_id=None, eos_token_id=256)
+    tokens = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": 256}
+    config = OSDNConfig.from_preset(f"{variant}-tiny", **tokens, **fields)
     scatter(OSDNForCausalLM(config), seed).save_pretrained(folder)
     load_tokenizer("bytes").save_pretrained(folder)
     return str(folder)

@@ -9,12 +9,26 @@ import lm_eval
 import lm_eval.tasks
 import pytest
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
+from tokenizers.processors import TemplateProcessing
+from transformers import MambaConfig, Qwen3NextConfig
 
-from osdn.evaluation.harness import OWN_TASKS, TokenBatchedLM, language_model, load_task, run_task
+from osdn import OSDNConfig
+from osdn.analysis.prompts import select
+from osdn.evaluation import harness
+from osdn.evaluation.harness import (
+    OWN_TASKS,
+    TokenBatchedLM,
+    language_model,
+    load_task,
+    position_limit,
+    prompt_texts,
+    run_task,
+)
 from osdn.evaluation.suites import SUITES
 from osdn.models.checkpoints import load_model, load_tokenizer
-from tests.evaluation.mirror import arc, boolq, fda, piqa, prose, swde, write_mirror
+from tests.evaluation.mirror import arc, boolq, fda, piqa, prose, save_osdn, swde, write_mirror
 
 TASKS = {task.name: task for tasks in SUITES.values() for task in tasks}
 ROWS = 13
@@ -183,6 +197,104 @@ def test_the_number_of_tokens_at_once_does_not_matter(checkpoint, big_mirror):
         one = checkpoint.run(task, big_mirror, batch_size=1)["metrics"]
         assert few == pytest.approx(many, rel=1e-3), task
         assert few == pytest.approx(one, rel=1e-3), task
+
+
+def test_only_models_with_positions_have_a_maximum_length(llama):
+    short = OSDNConfig.from_preset("osdn-tiny", max_position_embeddings=16)
+    assert position_limit(short) is None
+    assert position_limit(MambaConfig()) is None
+    assert position_limit(load_model(llama).config) == 2048
+    assert position_limit(Qwen3NextConfig(max_position_embeddings=4096)) == 4096  # it has attention layers
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_evaluation_and_diagnosis_read_the_same_prompts(mirror, tmp_path, monkeypatch, bos):
+    """Whole, though the configuration says that the model was trained on 16 tokens."""
+    checkpoint = Checkpoint(save_osdn(tmp_path, max_position_embeddings=16))
+    if bos:
+        template = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+        checkpoint.tokenizer.backend_tokenizer.post_processor = template
+    seen = []
+    original = TokenBatchedLM._model_generate
+
+    def spy(self, context, *args, **kwargs):
+        mask = kwargs["attention_mask"]
+        seen.extend(tuple(row[kept.bool()].tolist()) for row, kept in zip(context, mask))
+        return original(self, context, *args, **kwargs)
+
+    monkeypatch.setattr(TokenBatchedLM, "_model_generate", spy)
+    for task in ("fda", "fda_twice", "swde_twice", "squad_twice", "nq_open"):
+        seen.clear()
+        result = checkpoint.run(task, mirror)
+        _, prompts = select(checkpoint.tokenizer, None, [task], 3, 2048, mirror)
+        assert set(seen) == {tuple(prompt.ids.tolist()) for prompt in prompts}, task
+        assert len(seen) == 3
+        assert result["truncated"] == {"prompts": 0, "tokens": 0}
+
+
+def test_what_a_maximum_length_cuts_is_counted(checkpoint, mirror):
+    texts = prompt_texts(load_task("fda_twice", checkpoint.tokenizer, data_dir=mirror))
+    excess = [len(checkpoint.tokenizer(text).input_ids) - (640 - 48) for text in texts]
+    assert min(excess) > 0
+    cut = checkpoint.run("fda_twice", mirror, max_length=640)["truncated"]
+    assert cut == {"prompts": 3, "tokens": sum(excess)}
+    pairs = [
+        (f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", row) for row in map(boolq, range(3))
+    ]
+    excess = [len(context + choice) - 101 for context, _ in pairs for choice in (" no", " yes")]
+    cut = checkpoint.run("boolq", mirror, max_length=100)["truncated"]
+    assert cut == {"prompts": 6, "tokens": sum(excess)}
+    assert checkpoint.run("wikitext", mirror, max_length=100)["truncated"] == {"prompts": 3, "tokens": 0}
+    assert checkpoint.run("wikitext", mirror)["truncated"] == {"prompts": 0, "tokens": 0}
+
+
+def test_a_prompt_longer_than_a_batch_is_read_in_pieces(checkpoint, monkeypatch):
+    contexts = [prose(i, 130 + 20 * i) for i in range(3)]
+    ids = [checkpoint.tokenizer(c).input_ids for c in contexts]
+    greedy = [
+        checkpoint.model.generate(torch.tensor([x]), max_new_tokens=5)[0, len(x) :].tolist() for x in ids
+    ]
+    scored = [(None, x, after) for x, g in zip(ids, greedy) for after in ([7, 8, 9], g)]
+    scored.append(
+        (None, ids[0], ids[1][:140])
+    )  # a continuation that is longer than a piece, of a cut context
+    continued = [Instance("generate_until", {}, (c, {"until": [], "max_gen_toks": 6}), 0) for c in contexts]
+
+    def answers(tokens_at_once: int) -> tuple:
+        lm = language_model(checkpoint.model, checkpoint.tokenizer, tokens_at_once, max_length=240)
+        return lm._loglikelihood_tokens(scored), lm.generate_until(continued)
+
+    (scores, texts), lengths = answers(4096), []
+    read = harness.read_in_pieces
+    for name, value in (("SEGMENT", 64), ("GENERATED_TOKENS", 64)):
+        monkeypatch.setattr(harness, name, value)
+    monkeypatch.setattr(harness, "read_in_pieces", lambda model, ids: read(model, ids, 64))
+    with checkpoint.model.register_forward_pre_hook(
+        lambda _, args, kwargs: lengths.append(args[0].shape[1] if args else kwargs["input_ids"].shape[1]),
+        with_kwargs=True,
+    ):
+        in_pieces, texts_in_pieces = answers(100)
+    assert texts_in_pieces == texts
+    assert [greedy for _, greedy in in_pieces] == [False, True] * 3 + [False]
+    assert [x for x, _ in in_pieces] == pytest.approx([x for x, _ in scores], rel=1e-4)
+    assert max(lengths) == 64
+
+
+def test_prompts_are_continued_in_batches_by_their_tokens(osdn, monkeypatch):
+    monkeypatch.setattr(harness, "GENERATED_TOKENS", 100)
+    checkpoint = Checkpoint(osdn)
+    lm = language_model(checkpoint.model, checkpoint.tokenizer, 100)
+    shapes = []
+    monkeypatch.setattr(
+        lm, "_model_generate", lambda context, **_: shapes.append(tuple(context.shape)) or context
+    )
+    lengths = [20, 150, 30, 45, 20, 50]
+    requests = [
+        Instance("generate_until", {}, ("a" * n, {"until": ["\n"], "max_gen_toks": 4}), i)
+        for i, n in enumerate(lengths)
+    ]
+    assert len(lm.generate_until(requests)) == 6
+    assert shapes == [(1, 150), (2, 50), (3, 30)]
 
 
 def test_a_batch_holds_no_more_tokens_than_asked_for(osdn):

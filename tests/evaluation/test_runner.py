@@ -3,18 +3,24 @@
 import json
 import math
 import shutil
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from typer.testing import CliRunner
 
-from osdn.analysis.report import collect
 from osdn.cli import app
 from osdn.evaluation import harness
-from osdn.evaluation.columns import BY_SUITE, MEANS
-from osdn.evaluation.paper import BUCKETS
+from osdn.evaluation.runner import Evaluation, Settings
 from osdn.evaluation.suites import SUITES
-from osdn.models.checkpoints import load_model, load_tokenizer
+from osdn.models.checkpoints import load_tokenizer
+from osdn.results.columns import BY_SUITE
+from osdn.results.comparison import compare
+from osdn.results.paper import BUCKETS
+from osdn.results.scores import MEANS
+from osdn.results.store import digest, read_results
+from osdn.training.data import train_tokenizer
 from tests.analysis.models import byte_tokenizer
 from tests.evaluation.mirror import save_osdn
 
@@ -49,10 +55,14 @@ def test_every_suite_fills_its_columns(evaluated, suite):
     assert content["versions"].keys() >= {"osdn", "torch", "transformers", "lm_eval", "datasets"}
     assert content["command"]
     assert "seed" in content
-    assert content["block"] == "delta_net, 2 layers of width 64"
+    assert datetime.fromisoformat(content["date"]).utcoffset() == timedelta(0)
+    assert content["block"] == "delta_net, 2 layers of width 64, 2 heads of 32 × 32, vocabulary 260"
     assert not content["baseline"]
     for name, task in content["tasks"].items():
-        assert task["documents"] == (1 if name == "pg19" else 3)
+        assert task["documents"] == task["data"]["documents"] == (1 if name == "pg19" else 3)
+        assert task["protocol"]["limit"] is None
+        assert task["protocol"]["max_length"] is None  # a recurrent model has none
+        assert task["protocol"]["dtype"] == "float32"
         assert task["seconds"] >= 0
     assert f"{suite}: osdn" in done.output
 
@@ -92,7 +102,7 @@ def test_documents_behind_the_printed_differences_are_kept(evaluated):
 
 def test_the_report_reads_the_files(evaluated):
     output, _ = evaluated
-    scores = collect([output]).evaluations["osdn"]
+    scores = compare(read_results([output]))[0].models[0].scores
     assert scores["commonsense"].error > 0
     assert {"lm_ppl", "recall", "longbench", "retrieval", "pg19_drift"} <= scores.keys()
 
@@ -161,7 +171,7 @@ def test_what_is_done_stays_on_disk_while_an_earlier_task_runs(osdn, mirror, tmp
 
 
 def test_results_are_not_replaced_by_others(osdn, mirror, tmp_path):
-    other = shutil.copytree(osdn, tmp_path / "other")
+    other = save_osdn(tmp_path / "other", seed=3)
     output = tmp_path / "out"
     arguments = ("--suite", "retrieval", "--data-dir", mirror, "--output", output)
     assert run(other, *arguments, "--limit", 2).exit_code == 0
@@ -177,6 +187,83 @@ def test_results_are_not_replaced_by_others(osdn, mirror, tmp_path):
     assert done.exit_code == 1
     assert "weights" in said(done)
     assert run(other, *arguments, "--limit", 2, "--overwrite").exit_code == 0
+
+
+def test_the_same_weights_and_documents_elsewhere_are_done(osdn, mirror, tmp_path, monkeypatch):
+    output, ran = tmp_path / "out", []
+    original = harness.run_task
+
+    def run_task(lm, task, *rest):
+        ran.append(task.name)
+        return original(lm, task, *rest)
+
+    monkeypatch.setattr(harness, "run_task", run_task)
+    copied, elsewhere = shutil.copytree(osdn, tmp_path / "copied"), tmp_path / "elsewhere"
+    questions = shutil.copytree(mirror / "google-research-datasets", elsewhere / "google-research-datasets")
+    for name in ("EleutherAI", "mandarjoshi"):
+        shutil.copytree(mirror / name, elsewhere / name)
+    arguments = ("--suite", "retrieval", "--output", output)
+    assert run(osdn, *arguments, "--data-dir", mirror).exit_code == 0
+    assert ran == ["drop", "nq_open", "triviaqa"]
+    assert run(copied, *arguments, "--data-dir", elsewhere).exit_code == 0
+    assert len(ran) == 3  # nothing was left to do
+    file = questions / "nq_open/validation.jsonl"
+    rows = file.read_text()
+    file.write_text(rows.replace("answer 2", "answer two"))
+    done = run(copied, *arguments, "--data-dir", elsewhere)
+    assert done.exit_code == 1
+    assert "nq_open with other settings (data 3 documents of google-research-datasets/nq_open" in said(done)
+    shutil.rmtree(questions)
+    assert (
+        run(copied, *arguments, "--data-dir", elsewhere).exit_code == 0
+    )  # what cannot be had is not asked for
+
+
+def entry(checkpoint, task, mirror, **options):
+    """What a result file would say of the data of a task."""
+    evaluation = Evaluation(Settings(str(checkpoint), mirror, **options), None)
+    task = next(found for tasks in SUITES.values() for found in tasks if found.name == task)
+    return evaluation._data(task, evaluation._documents(task))
+
+
+def test_the_digest_is_of_the_documents_alone(osdn, mirror, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place, twin = "hazyresearch/based-fda", tmp_path / "twin/hazyresearch/based-fda/validation.jsonl"
+    rows = Dataset.from_parquet(str(next((mirror / place).rglob("*.parquet"))), cache_dir=str(tmp_path))
+    twin.parent.mkdir(parents=True)
+    twin.write_text("\n".join(json.dumps(dict(reversed(row.items()))) for row in rows))
+    once = entry(osdn, "fda", mirror)
+    assert once == {"source": place, "split": "validation", "documents": 3, "digest": once["digest"]}
+    assert entry(osdn, "fda_twice", mirror, window=60) == once  # as read from the data set, before it is cut
+    assert entry(osdn, "fda", tmp_path / "twin") == once  # in another place, format and order of fields
+    other = save_osdn(tmp_path / "other")
+    train_tokenizer([row["text"] for row in rows], 300).save_pretrained(other)
+    assert entry(other, "fda_twice", mirror) == once  # with another tokenizer
+    limited = entry(osdn, "fda", mirror, limit=2)
+    assert limited["documents"] == 2
+    assert limited["digest"] != once["digest"]
+    assert entry(osdn, "swde", mirror)["digest"] != once["digest"]
+    assert entry(osdn, "fineweb_edu", mirror, limit=2)["source"] == "HuggingFaceFW/fineweb-edu sample-10BT"
+
+
+def test_a_name_given_by_hand_names_the_model_and_its_folder(osdn, mirror, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = Evaluation(Settings(str(osdn)), None)
+    assert own.folder == Path("runs/eval/osdn")
+    named = Evaluation(Settings(str(osdn), name="mine"), None)
+    assert named.folder == Path("runs/eval/mine")
+    assert named.identity.record() == own.identity.record() | {"model": "mine"}
+
+
+def test_what_was_cut_is_stored(osdn, mirror, tmp_path):
+    arguments = (osdn, "--suite", "recall", "--data-dir", mirror, "--output", tmp_path)
+    assert run(*arguments, "--max-length", 300, "--limit", 1).exit_code == 0
+    tasks = json.loads((tmp_path / "recall.json").read_text())["tasks"]
+    for task in tasks.values():
+        assert task["protocol"]["max_length"] == 300
+    prompt = harness.prompt_texts(harness.load_task("fda", load_tokenizer(osdn), data_dir=mirror))[0]
+    assert tasks["fda"]["truncated"] == {"prompts": 1, "tokens": len(prompt.encode()) - (300 - 48)}
+    assert tasks["fda_twice"]["truncated"]["tokens"] > tasks["fda"]["truncated"]["tokens"]
 
 
 def test_a_missing_set_is_one_line_and_the_rest_runs(osdn, mirror, tmp_path):
@@ -210,7 +297,10 @@ def test_any_text_serves_for_pg19(osdn, tmp_path):
     done = run(osdn, "--suite", "pg19", "--books", books, "--output", tmp_path / "out")
     assert done.exit_code == 0, done.output
     content = json.loads((tmp_path / "out/pg19.json").read_text())
-    assert content["tasks"]["pg19"]["documents"] == 2
+    data = content["tasks"]["pg19"]["data"]
+    assert data == {"source": str(books), "split": "train", "documents": 2, "digest": data["digest"]}
+    texts = [(books / name).read_text() for name in ("one.txt", "two.txt")]
+    assert data["digest"] == digest({"text": text} for text in texts)  # what has no block was not read
     assert content["errors"]["pg19_ppl"] > 0  # three blocks
     done = run(osdn, "--suite", "pg19", "--books", tmp_path / "no.txt", "--output", tmp_path / "out2")
     assert done.exit_code == 1
@@ -293,19 +383,9 @@ def test_the_window_and_the_number_that_it_cut_are_reported(osdn, mirror, tmp_pa
     content = json.loads((tmp_path / "recall.json").read_text())
     tasks = content["tasks"]
     assert tasks["fda_twice"]["cut"] == 3  # documents of some 350 bytes
-    assert tasks["fda_twice"]["settings"]["window"] == 250
+    assert tasks["fda_twice"]["protocol"]["window"] == 250
     assert "cut" not in tasks["fda"]
     assert "fda_twice 3 of 3" in said(done)
-
-
-def test_the_tables_name_the_same_model_as_the_preset(tmp_path):
-    from osdn import OSDNConfig, OSDNForCausalLM
-    from osdn.models.describe import model_name
-
-    OSDNForCausalLM(OSDNConfig.from_preset("gdn-tiny")).save_pretrained(tmp_path)
-    assert model_name(load_model(str(tmp_path)), str(tmp_path)) == "gdn-tiny"
-    with pytest.raises(ValueError, match="no tokenizer"):
-        load_tokenizer(tmp_path)
 
 
 def test_own_tasks_are_packaged():

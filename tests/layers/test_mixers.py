@@ -270,3 +270,25 @@ def test_wrong_arguments_are_refused_with_the_reason():
         mixer(torch.randn(2, 5, 20, dtype=torch.float64), cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="must end at the number of tokens, 5"):
         mixer(torch.randn(1, 5, 20, dtype=torch.float64), cu_seqlens=torch.tensor([0, 4]))
+
+
+@layers
+@pytest.mark.parametrize("packed", [False, True])
+def test_operator_inputs_are_what_the_recurrence_is_called_with(layer, preconditioner, shape, packed):
+    mixer, seen = make(layer, preconditioner, **shape), []
+    x = torch.randn(1, 11, 20, dtype=torch.float64)
+    cuts = torch.tensor([0, 4, 11]) if packed else None
+    with torch.no_grad():
+        _, state = mixer(x, cu_seqlens=cuts, output_final_state=True)
+        inputs, tails = mixer.operator_inputs(x, state, cuts, True)
+        with mixer.recurrence.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+            y, after = mixer(x, state, cu_seqlens=cuts)
+        o, recurrent, scale = mixer.recurrence(inputs, True)
+    torch.testing.assert_close(inputs._asdict(), seen[0]._asdict(), rtol=0, atol=0)
+    torch.testing.assert_close(tuple(after), (recurrent, scale, *tails), rtol=0, atol=0)
+    torch.testing.assert_close(y, mixer.o_proj(mixer.read_out(o, x).flatten(-2)), rtol=0, atol=0)
+    assert (inputs.preconditioner is None) == (preconditioner is None)
+    assert inputs.initial_state is state.recurrent
+    assert inputs.cu_seqlens is cuts
+    if preconditioner is not None:
+        assert inputs.preconditioner["initial_scale"] is state.scale

@@ -1,0 +1,90 @@
+"""Who a model is: one name, one digest of its weights, and the block of models it is compared with.
+
+Every result carries these, so that two models with one name, or one model under two paths, are told apart
+wherever results are read.
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from osdn.models.configuration_osdn import OSDNConfig
+from osdn.models.presets import PRESETS
+
+DIGITS = 16  # of the digest: enough to tell checkpoints apart, short enough to read
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a result says of its model."""
+
+    model: str  # the name: given by hand, else the run's, else the preset's, else the folder's
+    preset: str | None  # the preset with these shapes and this preconditioner, whose figures the paper prints
+    checkpoint: str  # a folder, a name on the hub, or a preset
+    weights: str | None  # a digest; None for the random weights of a preset
+    block: str  # models of one block share backbone, sizes and vocabulary, and are compared with each other
+    baseline: bool  # whether this is the block's plain delta rule
+
+    def record(self) -> dict[str, Any]:
+        """The fields of a result file."""
+        return asdict(self)
+
+
+def identify(
+    model: PreTrainedModel | PreTrainedConfig, checkpoint: str | Path, name: str | None = None
+) -> Identity:
+    """The identity of a model that was loaded from `checkpoint`, a folder, a hub name or a preset.
+
+    >>> identify(OSDNConfig.from_preset("osdn-tiny"), "osdn-tiny").block
+    'delta_net, 2 layers of width 64, 2 heads of 32 × 32, vocabulary 512'
+    """
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    preset = preset_of(config) if isinstance(config, OSDNConfig) else None
+    path = str(checkpoint)
+    return Identity(
+        name or getattr(config, "run_name", None) or preset or path.rstrip("/").rpartition("/")[2],
+        preset,
+        path,
+        weights_digest(path, config),
+        block(config),
+        getattr(config, "preconditioner", None) is None,
+    )
+
+
+def preset_of(config: OSDNConfig) -> str | None:
+    """The name of the preset with these shapes and this preconditioner."""
+    for name in PRESETS:
+        preset = OSDNConfig.from_preset(name)
+        if preset.mixer | {"backend": None} == config.mixer | {"backend": None} and all(
+            getattr(preset, k) == getattr(config, k)
+            for k in ("backbone", "vocab_size", "num_hidden_layers", "intermediate_size")
+        ):
+            return name
+    return None
+
+
+def block(config: PreTrainedConfig) -> str:
+    """Models that the paper would compare with each other share a block."""
+    if not isinstance(config, OSDNConfig):
+        return str(config.model_type)
+    heads = f"{config.num_heads} heads of {config.head_k_dim} × {config.head_v_dim}"
+    return (
+        f"{config.backbone}, {config.num_hidden_layers} layers of width {config.hidden_size}, {heads}, "
+        f"vocabulary {config.vocab_size}"
+    )
+
+
+def weights_digest(checkpoint: str, config: PreTrainedConfig) -> str | None:
+    """SHA-256 of the weight files and config.json of a folder; of a hub name, its commit."""
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        commit = getattr(config, "_commit_hash", None)
+        return None if commit is None else str(commit)[:DIGITS]
+    total = hashlib.sha256()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")]):
+        with file.open("rb") as content:
+            total.update(hashlib.file_digest(content, "sha256").digest())
+    return total.hexdigest()[:DIGITS]

@@ -91,7 +91,9 @@ def variants(p: Problem, backend: str, names: Collection[str] = VARIANTS) -> dic
         "osdn-apf": lambda b, *x: online_scaled_delta_rule(*x, retention=p.retention, backend=b)[0],
         "newton": lambda b, *x: newton_delta_rule(*x, backend=b)[0],
         "newton, blocks of 16": lambda b, *x: newton_delta_rule(*x, block_size=16, backend=b)[0],
-        "pgdn": lambda b, *x: pgdn_delta_rule(*x, gain=p.gain, retention=p.retention, backend=b)[0],
+        "pgdn": lambda b, q, k, v, beta: pgdn_delta_rule(
+            q, k, v, beta, p.gain, retention=p.retention, backend=b
+        )[0],
         "gdn": lambda b, *x: delta_rule(*x, log_decay=p.decay, backend=b)[0],
         "osgdn": lambda b, *x: online_scaled_delta_rule(*x, log_decay=p.decay, backend=b)[0],
         "kda": lambda b, *x: delta_rule(*x, log_decay=p.channel_decay, backend=b)[0],

@@ -10,7 +10,7 @@ from osdn.analysis.capture import RECURRENCES, capture, capturing, recurrent_lay
 from osdn.analysis.theory.runs import Problem
 from osdn.ops import delta_rule, precondition_keys
 from tests.analysis.models import kimi_linear, qwen3_next
-from tests.models.variants import ONLINE_SCALING, make, tokens
+from tests.models.variants import ONLINE_SCALING, VARIANTS, make, tokens
 
 
 def replay(problem: Problem, q: torch.Tensor) -> torch.Tensor:

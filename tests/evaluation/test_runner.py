@@ -64,7 +64,7 @@ def test_every_suite_fills_its_columns(evaluated, suite):
         assert task["protocol"]["max_length"] is None  # a recurrent model has none
         assert task["protocol"]["dtype"] == "float32"
         assert task["seconds"] >= 0
-    assert f"{suite}: osdn" in done.output
+    assert f"{suite}: OSDN" in done.output
 
 
 def test_standard_errors_are_there_where_there_is_more_than_one_document(evaluated):
@@ -371,7 +371,7 @@ def test_a_checkpoint_without_a_tokenizer_and_one_without_lm_eval(osdn, tmp_path
     done = run(bare, "--suite", "pg19", "--output", tmp_path / "out")
     assert done.exit_code == 1
     assert "has no end-of-text token" in said(done)
-    monkeypatch.setattr("osdn.evaluation.commands.find_spec", lambda name: None)
+    monkeypatch.setattr("osdn.cli.evaluation.find_spec", lambda name: None)
     done = run(osdn, "--suite", "ppl")
     assert done.exit_code == 1
     assert 'pip install "osdn[eval]"' in said(done)
@@ -385,7 +385,7 @@ def test_the_window_and_the_number_that_it_cut_are_reported(osdn, mirror, tmp_pa
     assert tasks["fda_twice"]["cut"] == 3  # documents of some 350 bytes
     assert tasks["fda_twice"]["protocol"]["window"] == 250
     assert "cut" not in tasks["fda"]
-    assert "fda_twice 3 of 3" in said(done)
+    assert "fda_twice: 3 of 3 documents were cut to the window" in said(done)
 
 
 def test_own_tasks_are_packaged():

@@ -17,6 +17,7 @@ from osdn.evaluation.columns import COMMONSENSE, Score, baseline_of
 from osdn.evaluation.paper import BUCKETS
 from osdn.records import save_json
 from tests.analysis.browser import CHROMIUM, DRIVER, browser
+from tests.analysis.models import timed
 from tests.models.variants import make, tokens
 
 
@@ -52,8 +53,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     result = diagnose(make("osdn-apf"), [Prompt("fda_twice", tokens(40), 20)])
     save_json(folder / "a/diagnosis.json", {**result, "model": "osdn-apf-340m"})
-    times = {"gdn-340m": [(1000.0, 3000.0)], "osgdn-340m": [(1000.0, 3100.0)]}
-    rows = summarise(times, 2176)
+    rows = summarise([timed("gdn-340m", (1000.0, 3000.0)), timed("osgdn-340m", (1000.0, 3100.0))], 2176)
     save_json(folder / "b/throughput.json", {"kind": "throughput", "device": "cpu", "rows": rows})
     base = {
         "wikitext_ppl": 20.0,

@@ -15,6 +15,7 @@ from osdn.evaluation.paper import THROUGHPUT
 from osdn.models.checkpoints import load_model
 from osdn.models.describe import PAPER_STATE_MIB
 from osdn.models.identity import identify
+from tests.analysis.models import timed
 
 
 def test_models_of_a_block_stay_together_behind_their_baseline():
@@ -93,12 +94,6 @@ def test_one_prefill_then_one_call_a_token_through_the_cache(monkeypatch):
     assert prefill > 0 < decode
     greedy = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, 11:]
     assert torch.equal(torch.cat([x[0] for x, _ in calls[1:]]), greedy)
-
-
-def timed(name: str, *times: tuple[float, float]) -> throughput.Timed:
-    with torch.device("meta"):
-        model = OSDNForCausalLM(OSDNConfig.from_preset(name))
-    return throughput.Timed(identify(model, name), model, list(times))
 
 
 def test_the_rows_follow_the_papers_formula():

@@ -20,7 +20,7 @@ import torch
 
 from osdn import OSDNConfig, OSDNForCausalLM
 from osdn.evaluation.harness import TokenBatchedLM, load_task
-from osdn.records import save_json
+from osdn.results.store import save_json
 from osdn.training.data import train_tokenizer
 
 PRESET, LAYERS, CONTEXT = "osdn-340m", 4, 2000

@@ -28,7 +28,7 @@ from transformers import DynamicCache
 
 from osdn import OSDNConfig, OSDNForCausalLM
 from osdn.layers.convolution import ShortConvolution
-from osdn.records import save_json
+from osdn.results.store import save_json
 
 console = Console(width=None if sys.stdout.isatty() else 110)
 SEED = 0

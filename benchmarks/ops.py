@@ -1,6 +1,8 @@
 """The operators against their peers: `osdn bench ops` as a script, with the same options."""
 
-from osdn.analysis.bench_ops import main
+import sys
+
+from osdn.cli import app
 
 if __name__ == "__main__":
-    main()
+    app(["bench", "ops", *sys.argv[1:]])

@@ -4,20 +4,38 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from osdn.results.tables import Table
+
+console = Console()
+messages = Console(stderr=True)
+Checkpoint = Annotated[str, typer.Argument(help="A directory or hub name of a causal model.")]
+Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
+Name = Annotated[
+    str | None, typer.Option(help="What to call the model in results; its run's name if not given.")
+]
+
+
+def printable(text: str) -> str:
+    """`text` without control characters: a name from a file must not steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 
 
 @contextmanager
 def plain_errors(*more: type[Exception]) -> Iterator[None]:
-    """What the user can mend is told in a sentence, without a traceback."""
+    """Print errors that the user can fix as one line, without a traceback."""
     known: tuple[type[Exception], ...] = (OSError, ValueError, *more)
     try:
         yield
     except known as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
+        messages.print(f"[bold red]Error:[/] {escape(printable(str(error)))}", soft_wrap=True)
         raise typer.Exit(1) from error
 
 
@@ -30,3 +48,17 @@ def made(folder: Path) -> Path:
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"the folder {folder} cannot be written to")
     return folder
+
+
+def show(table: "Table") -> None:
+    """Print a table, in as many parts as the terminal's width asks for."""
+    from osdn.results.tables import for_terminal
+
+    for part in for_terminal(table, console.width):
+        console.print(part)
+
+
+def progress_bar(console: Console = console) -> Progress:
+    """A bar with a count and the time left, which goes when it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)

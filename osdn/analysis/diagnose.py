@@ -17,7 +17,7 @@ from osdn.analysis.capture import LayerCapture, capturing
 from osdn.analysis.prompts import Prompt
 from osdn.analysis.residuals import FLOOR, residuals, scale_trajectory
 from osdn.models.identity import Identity
-from osdn.records import digest
+from osdn.results.store import digest
 
 BINS = 20  # of relative position, as in the paper's figure
 RESAMPLES = 2000

@@ -1,14 +1,10 @@
-"""One prompt under the lens: a page of its own with every layer's and head's residual ratios and scale.
+"""One prompt under the lens: every layer's and head's residual ratios and scale, packed for a page.
 
-The page is a template beside this file with the measurements written into it, in base64: arrays of float32
-for q and beta, a byte a channel for the scale, whose columns are at most `COLUMNS` so that a page stays small
-enough to mail.
+Numbers are in base64: float32 for q and beta, one byte per channel for the scale, whose columns are at most
+`COLUMNS` so that a page stays small enough to mail.
 """
 
 import base64
-import json
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,15 +51,6 @@ def inspect_prompt(model: nn.Module, prompt: Prompt, texts: list[str], title: st
         "beta": _base64(torch.stack(beta).float()),
         "scale": _scale(torch.stack(scales), boxes[0]) if scales else None,
     }
-
-
-def write_page(path: Path, data: dict[str, Any]) -> Path:
-    """The page, which needs nothing but itself."""
-    template = files("osdn.analysis").joinpath("inspector.html").read_text(encoding="utf-8")
-    text = json.dumps(data).replace("<", "\\u003c")  # a token "</script>" must not end the data
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(template.replace("@DATA@", text), encoding="utf-8")
-    return path
 
 
 def _scale(d: Tensor, bounds: tuple[float, float] | None) -> dict[str, Any]:

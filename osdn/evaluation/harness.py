@@ -29,11 +29,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from osdn.evaluation.columns import COMPARED, Score
 from osdn.evaluation.data import mirrored
 from osdn.evaluation.perplexity import SEGMENT, Report, perplexity, read_in_pieces
 from osdn.evaluation.recall import WINDOW
 from osdn.evaluation.suites import SUITES, Task
+from osdn.results.scores import COMPARED, Score
 
 OWN_TASKS = Path(__file__).parent / "tasks"
 RESAMPLES = 1000  # for the standard error of LAMBADA's perplexity, which lm_eval bootstraps

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from osdn.evaluation.columns import Score
-from osdn.evaluation.paper import BUCKETS
 from osdn.models import OSDNForCausalLM
+from osdn.results.paper import BUCKETS
+from osdn.results.scores import Score
 from osdn.training.data import tokenize
 
 IGNORED_LABEL = -100

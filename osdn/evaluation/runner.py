@@ -21,14 +21,14 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from osdn.evaluation import harness
-from osdn.evaluation.columns import Score, derive
 from osdn.evaluation.data import MissingDataError, bars, load_split
 from osdn.evaluation.perplexity import BLOCK, CONTEXT, Report, document_perplexity, position_perplexity
 from osdn.evaluation.recall import ROOM, WINDOW
 from osdn.evaluation.suites import FINEWEB_EDU, PG19, SUITES, Task, select
 from osdn.models.checkpoints import load_model, load_tokenizer
 from osdn.models.identity import identify
-from osdn.records import digest, now, save_json
+from osdn.results.scores import Score, derive
+from osdn.results.store import digest, now, save_json
 from osdn.training.data import load_source
 
 FINEWEB_DOCUMENTS = 10_000  # the last of sample-10BT, as the paper's train[-10000:]

@@ -5,7 +5,7 @@ A task fills one column of the paper's tables or two; a column's metric is named
 
 from dataclasses import dataclass
 
-from osdn.evaluation.columns import LONGBENCH
+from osdn.results.scores import LONGBENCH
 
 ACCURACY, NORMALISED, EXACT = "acc,none", "acc_norm,none", "exact_match,remove_whitespace"
 CONTAINS = "contains,none"

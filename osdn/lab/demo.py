@@ -11,13 +11,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from osdn.lab import runner, speed, summary
+from osdn.lab import runner, summary
 from osdn.lab.recall import RecallTask
-from osdn.lab.report import write_report
 from osdn.lab.text import TextTask, prepare
-from osdn.lab.training import Run
+from osdn.lab.training import Run, build
 from osdn.lab.variants import Variant
-from osdn.records import save_json
+from osdn.results.demo_page import Demo, write_demo
+from osdn.results.experiments import experiment_table
+from osdn.results.store import save_json
+from osdn.terminal import show
 
 VARIANTS = [Variant(name) for name in ("delta_net", "osdn", "osdn-apf")]
 RECALL = RecallTask()
@@ -44,16 +46,26 @@ def run_demo(output: Path, console: Console) -> Path:
     parts = {"recall": found[: len(runs["recall"])], "text": found[len(runs["recall"]) :]}
     results = {name: summary.group(VARIANTS, part) for name, part in parts.items()}
     rows = {name: summary.summarize(results[name], METRICS[name]) for name in results}
-    for name in results:
-        console.print(summary.table(rows[name], name))
-        summary.write(results[name], rows[name], output / name)
-    return write_report(output / "report.html", results, rows, speeds, RECALL, runs)
+    for name, mine in rows.items():
+        show(experiment_table(summary.records(mine), name.capitalize()))
+        summary.write(results[name], mine, output / name, name)
+    demo = Demo(
+        summary.by_label(results["recall"]),
+        summary.by_label(results["text"]),
+        {name: summary.records(mine) for name, mine in rows.items()},
+        speeds,
+        sum(p.numel() for p in build(runs["recall"][0]).parameters()),
+        RECALL.boundaries(),
+    )
+    return write_demo(output / "report.html", demo)
 
 
 def _speeds(path: Path, run: Run, progress: Progress, bar: Any) -> dict[str, Any]:
     """Timed alone, after the training; read from the file if it was done before."""
+    from osdn.benchmarks import quick
+
     if not path.exists():
         progress.update(bar, live="speed against the peers")
-        milliseconds = speed.operators()
-        save_json(path, {"operators_ms": milliseconds, "training": speed.training(run)})
+        milliseconds = quick.operators()
+        save_json(path, {"operators_ms": milliseconds, "training": quick.training(run)})
     return dict(json.loads(path.read_text()))

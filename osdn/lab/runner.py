@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from osdn.lab.training import Run, execute
 from osdn.ops import available_backends
-from osdn.records import save_json
+from osdn.results.store import save_json
 
 REPORT_EVERY = 5  # steps between a worker's messages
 

@@ -6,18 +6,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
-from osdn.lab.statistics import Difference, Estimate, estimate, paired_difference
 from osdn.lab.variants import Variant, baseline_of
-from osdn.records import save_json
+from osdn.results.statistics import Difference, Estimate, estimate, paired_difference
+from osdn.results.store import save_json
 
 COLUMNS = (
     "variant", "metric", "seeds", "mean", "low", "high",
     "baseline", "difference", "difference_low", "difference_high", "p_value",
 )  # fmt: skip
-Results = dict[Variant, list[dict[str, Any]]]  # a result a seed, in the seeds' order
+Results = dict[Variant, list[dict[str, Any]]]  # one result per seed, in the seeds' order
 
 
 @dataclass(frozen=True)
@@ -52,30 +49,32 @@ def summarize(results: Results, metrics: Sequence[str]) -> list[Row]:
     return rows
 
 
-def table(rows: Sequence[Row], title: str) -> Table:
-    """The rows for a terminal of 80 columns."""
-    found = Table(
-        title=f"{title}, {rows[0].value.seeds} seeds",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for column in ("", "mean [95 %]", "difference [95 %]", "p"):
-        found.add_column(column, no_wrap=True)
-    for metric in dict.fromkeys(row.metric for row in rows):
-        found.add_row(f"[bold]{metric.replace('_', ' ')}[/]")
-        for row in (row for row in rows if row.metric == metric):
-            d = row.difference
-            found.add_row(
-                f"  {row.variant}", str(row.value), *(("", "") if d is None else (str(d), f"{d.p_value:.2g}"))
-            )
-        found.add_section()
-    return found
+def by_label(results: Results) -> dict[str, list[dict[str, Any]]]:
+    """The results as figures take them."""
+    return {variant.label: mine for variant, mine in results.items()}
 
 
-def write(results: Results, rows: Sequence[Row], folder: Path) -> None:
-    """summary.json, summary.csv (a line a variant and metric) and runs.csv (a line a run)."""
-    save_json(folder / "summary.json", {"rows": [asdict(row) for row in rows]})
+def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as they go into a file."""
+    return [asdict(row) for row in rows]
+
+
+def describe(results: Results) -> str:
+    """The experiment in a few words, which tell two of a kind apart."""
+    settings = _first(results)["settings"]
+    task = settings["task"]
+    words = [f"{settings['steps']} steps", f"width {settings['width']}", f"{task['length']} tokens"]
+    if "pairs" in task:
+        words.insert(0, f"{task['pairs']} pairs, {task['passes']} pass{'es' * (task['passes'] > 1)}")
+        words += [f"{task['overwrites']} overwritten"] if task.get("overwrites") else []
+    return ", ".join(words)
+
+
+def write(results: Results, rows: Sequence[Row], folder: Path, name: str) -> None:
+    """summary.json, summary.csv (one line per variant and metric) and runs.csv (one line per run)."""
+    seeds = [run["settings"]["seed"] for run in next(iter(results.values()))]
+    content = {"kind": "lab", "experiment": name, "description": describe(results), "seeds": seeds}
+    save_json(folder / "summary.json", {**content, "rows": records(rows)})
     with open(folder / "summary.csv", "w", newline="") as f:
         out = csv.writer(f)
         out.writerow(COLUMNS)

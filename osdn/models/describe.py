@@ -112,12 +112,6 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
     )
 
 
-def model_name(model: nn.Module, path: str) -> str:
-    """The preset a model was made from, or the last part of its path."""
-    preset = describe(model).preset if isinstance(model, OSDNForCausalLM) else None
-    return preset or path.rstrip("/").rpartition("/")[2]
-
-
 def load_config(name: str | Path) -> OSDNConfig:
     """The configuration of a preset or of a saved model, ours or flash-linear-attention's."""
     if str(name) in PRESETS or not Path(name).is_dir():

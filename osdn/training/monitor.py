@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from torch import Tensor
 from transformers import TrainerCallback
 from transformers import TrainerControl as Control
 from transformers import TrainerState as State
@@ -26,15 +27,22 @@ METRICS = "metrics.jsonl"
 
 
 class Metrics(TrainerCallback):
-    """Every log as a line of `metrics.jsonl`."""
+    """Every log as a line of `metrics.jsonl`; the last step is always logged."""
+
+    def on_step_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+        control.should_log |= state.global_step == state.max_steps
 
     def on_log(self, args: Arguments, state: State, control: Control, logs: dict[str, Any], **_: Any) -> None:
         if state.is_world_process_zero and "train_runtime" not in logs:
             line = {"step": state.global_step, "time": time.time(), **logs}
             line.pop("epoch", None)  # the library's guess; a stream has no length
             line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-            with Path(args.output_dir, METRICS).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            self.append(args.output_dir, line)
+
+    @staticmethod
+    def append(run: str | Path, line: dict[str, Any]) -> None:
+        with Path(run, METRICS).open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     @staticmethod
     def read(run: str | Path) -> list[dict[str, Any]]:
@@ -70,6 +78,7 @@ class Progress(TrainerCallback):
             disable=not self.console.is_terminal,
         )
         self.task: TaskID | None = None
+        self.validation = ""  # the last one, shown until the next
 
     def on_train_begin(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
         if state.is_world_process_zero:
@@ -83,9 +92,12 @@ class Progress(TrainerCallback):
     def on_log(self, args: Arguments, state: State, control: Control, logs: dict[str, Any], **_: Any) -> None:
         if self.task is None or "loss" not in logs:
             return
+        if "validation_loss" in logs:
+            self.validation = f"  validation {logs['validation_loss']:.4f}"
         text = (
-            f"loss {logs['loss']:.4f}  norm {logs['grad_norm']:.2f}  lr {logs['learning_rate']:.2e}  "
-            f"{logs['tokens_per_second']:,.0f} tokens/s  mfu {100 * logs['mfu']:.0f} %"
+            f"loss {logs['loss']:.4f}{self.validation}  norm {logs['grad_norm']:.2f}  "
+            f"lr {logs['learning_rate']:.2e}  {logs['tokens_per_second']:,.0f} tokens/s  "
+            f"mfu {100 * logs['mfu']:.0f} %"
         )
         if logs["skipped_steps"]:
             text += f"  skipped {logs['skipped_steps']}"
@@ -164,6 +176,19 @@ class Diagnostics(TrainerCallback):
             self.seen.setdefault(layer, []).append(measure(args[0], recurrence.backend))
 
         return hook
+
+
+class Validation(TrainerCallback):
+    """The loss on rows that are not trained on, every so many steps (0 is never) and at the end."""
+
+    def __init__(self, trainer: Any, rows: list[dict[str, Tensor]], every: int) -> None:
+        self.trainer, self.rows, self.every = trainer, rows, every
+
+    def on_step_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+        due = self.every and state.global_step % self.every == 0
+        if due or state.global_step == state.max_steps:
+            self.trainer.more_logs["validation_loss"] = self.trainer.validation_loss(self.rows)
+            control.should_log = True
 
 
 @torch.no_grad()

@@ -6,12 +6,14 @@ the same rows on one device as on many.  A place in the stream is three integers
 every row carries the place where the next round of rows begins, which is all a checkpoint has to keep.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 import torch.utils.data
 from datasets import Dataset, IterableDataset
@@ -43,6 +45,13 @@ class Pieces:
         self, data: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, context_len: int, seed: int
     ) -> None:
         self.data, self.seed = tokenize(data, tokenizer, context_len).with_format("numpy"), seed
+        self.documents = len(data) if isinstance(data, Dataset) else None  # a stream does not know
+
+    def count_tokens(self) -> int | None:
+        """The tokens of an epoch; None for a stream."""
+        if not isinstance(self.data, Dataset):
+            return None
+        return int(pc.sum(pc.list_value_length(self.data.data.column("input_ids"))).as_py())
 
     def read(self, epoch: int, start: int) -> Iterator[np.ndarray]:
         """The pieces of an epoch, without the first `start`."""
@@ -71,30 +80,54 @@ class PackedRows(torch.utils.data.IterableDataset):
     position: Position = BEGINNING
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        rows = self._rows()
+        rows = cut(self.pieces, self.seq_len, self.position)
         while True:
             round_of_rows = list(islice(rows, self.ranks))
             sequences, _ = round_of_rows[self.rank]
             yield pack(sequences) | {"position": round_of_rows[-1][1]}
 
-    def _rows(self) -> Iterator[tuple[list[np.ndarray], Position]]:
-        """Every row as its sequences, and the place where it ends."""
-        epoch, piece, offset = self.position
-        row, room = [], self.seq_len
-        while True:
-            empty = piece == 0
-            for tokens in self.pieces.read(epoch, piece):
-                empty = False
-                while offset < len(tokens):
-                    row.append(tokens[offset : offset + room])
-                    offset, room = offset + len(row[-1]), room - len(row[-1])
-                    if room == 0:
-                        yield row, Position(epoch, piece, offset)
-                        row, room = [], self.seq_len
-                piece, offset = piece + 1, 0
-            if empty:
-                raise ValueError("the data set has no documents")
-            epoch, piece = epoch + 1, 0
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text of a run: what it is trained on, and the rows of a held-out split that it is validated on."""
+
+    train: Pieces
+    validation: Pieces | None = None
+    validation_rows: list[dict[str, Tensor]] = field(default_factory=list)
+
+    @property
+    def validation_tokens(self) -> int:
+        return sum(row["input_ids"].numel() for row in self.validation_rows)
+
+
+def held_out_rows(pieces: Pieces, seq_len: int, tokens: int) -> list[dict[str, Tensor]]:
+    """Rows of `tokens` tokens, up to a whole row or as far as there are any: no token twice."""
+    rows = cut(pieces, seq_len, BEGINNING, epochs=1)
+    return [pack(sequences) for sequences, _ in islice(rows, -(-tokens // seq_len))]
+
+
+def cut(
+    pieces: Pieces, seq_len: int, position: Position, epochs: float = math.inf
+) -> Iterator[tuple[list[np.ndarray], Position]]:
+    """Every row from a place on as its sequences, and the place where it ends; only the last can be short."""
+    epoch, piece, offset = position
+    row, room = [], seq_len
+    while epoch < epochs:
+        empty = piece == 0
+        for tokens in pieces.read(epoch, piece):
+            empty = False
+            while offset < len(tokens):
+                row.append(tokens[offset : offset + room])
+                offset, room = offset + len(row[-1]), room - len(row[-1])
+                if room == 0:
+                    yield row, Position(epoch, piece, offset)
+                    row, room = [], seq_len
+            piece, offset = piece + 1, 0
+        if empty:
+            raise ValueError("the data set has no documents")
+        epoch, piece = epoch + 1, 0
+    if row:
+        yield row, Position(epoch, piece, offset)
 
 
 def pack(sequences: list[np.ndarray]) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """The settings of a run: plain dataclasses read from a YAML file.
 
-Nothing has a default.  A file that is accepted says all there is to say about a run, so that a run does not
-change when this code does; a key that is missing, unknown or of the wrong type is refused by its name.
+Nothing has a default.  A config says all there is to say about a run, itself or in the config it names under
+`base`, so that a run does not change when this code does; a key that is missing, unknown or of the wrong type
+is rejected by its name.
 """
 
 import math
@@ -17,6 +18,8 @@ import yaml  # type: ignore[import-untyped]
 from osdn.models import OSDNConfig
 
 T = TypeVar("T")
+
+CONFIGS = Path(__file__).parent / "configs"  # those that are shipped; their bases start with an underscore
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,14 @@ class OptimizerSettings:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must not be negative")
 
+    def rate_at(self, step: int, steps: int) -> float:
+        """The learning rate after `step` of `steps` steps."""
+        if step < self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        share = (1 + math.cos(math.pi * progress)) / 2
+        return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
+
 
 @dataclass(frozen=True)
 class TrainingSettings:
@@ -75,6 +86,18 @@ class TrainingSettings:
         _positive("training", self, "steps", "tokens_per_step")
         _one_of("training.precision", self.precision, "bfloat16", "float32")
         _one_of("training.parallelism", self.parallelism, "ddp", "fsdp2")
+
+
+@dataclass(frozen=True)
+class ValidationSettings:
+    split: str | None  # a split of data.source that is not trained on; None is no validation
+    every: int  # steps; 0 is only at the end
+    tokens: int  # of the split, up to whole batches of data.seq_len; the same ones every time
+
+    def __post_init__(self) -> None:
+        _positive("validation", self, "tokens")
+        if self.every < 0:
+            raise ValueError(f"validation.every is {self.every}; it must not be negative")
 
 
 @dataclass(frozen=True)
@@ -99,19 +122,34 @@ class LoggingSettings:
 class Settings:
     """All of a run; `model` is a preset's name under "preset" and any field of `OSDNConfig` to replace."""
 
+    name: str  # of the run and of the model it trains, in every result
     output_dir: str
     model: dict[str, Any]
     data: DataSettings
     optimizer: OptimizerSettings
     training: TrainingSettings
+    validation: ValidationSettings
     checkpoints: CheckpointSettings
     logging: LoggingSettings
+
+    def __post_init__(self) -> None:
+        plain = self.name == self.name.strip(" .") and self.name.isprintable() and not {*self.name} & {*"/\\"}
+        if not self.name or not plain:
+            raise ValueError(
+                f"name is {self.name!r}; it names files too, so it must not be empty, have slashes or "
+                f"control characters, or start or end with a dot or a space"
+            )
+        if self.validation.split == self.data.split:
+            raise ValueError(
+                f"validation.split and data.split are both {self.data.split!r}; validate on a split that is "
+                f"not trained on, or set validation.split to null"
+            )
 
     def model_config(self) -> OSDNConfig:
         replaced = dict(self.model)
         preset = replaced.pop("preset", None)
-        _known("model", replaced, [field.name for field in fields(OSDNConfig)])
-        replaced = {"max_position_embeddings": self.data.context_len, **replaced}
+        _known("model", replaced, [field.name for field in fields(OSDNConfig) if field.name != "run_name"])
+        replaced = {"max_position_embeddings": self.data.context_len, "run_name": self.name, **replaced}
         return OSDNConfig(**replaced) if preset is None else OSDNConfig.from_preset(preset, **replaced)
 
     def accumulation(self, devices: int) -> int:
@@ -128,19 +166,18 @@ class Settings:
         return yaml.safe_dump(asdict(self), sort_keys=False)
 
 
-def load_settings(path: str | Path, replacements: Sequence[str] = ()) -> Settings:
-    """Read a YAML file; `replacements` are of the form "training.steps=100", their values YAML as well."""
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no config {path}") from None
-    except IsADirectoryError:
-        raise IsADirectoryError(f"{path} is a directory; name a config in it") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold keys and values")
+def config_names() -> list[str]:
+    """The configs that are shipped, say "tiny/osdn"."""
+    paths = CONFIGS.glob("*/[!_]*.yaml")
+    return sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in paths)
+
+
+def load_settings(config: str | Path, replacements: Sequence[str] = ()) -> Settings:
+    """Read a YAML file or a shipped config by its name.
+
+    `replacements` are of the form "training.steps=100", their values YAML as well.
+    """
+    content = _resolved(_find(str(config), Path()), [])
     for replacement in replacements:
         name, equals, value = replacement.partition("=")
         if not equals:
@@ -158,6 +195,55 @@ def load_settings(path: str | Path, replacements: Sequence[str] = ()) -> Setting
     settings = _build(Settings, content, "")
     settings.model_config()  # a model that cannot be built is refused before anything else happens
     return settings
+
+
+def _find(config: str, folder: Path) -> Path:
+    """The file of a config: a path from `folder`, or the name of one that is shipped."""
+    path = folder / config
+    if path.is_file():
+        return path
+    if config in config_names():
+        return CONFIGS / f"{config}.yaml"
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory; name a config in it")
+    sizes: dict[str, list[str]] = {}
+    for name in config_names():
+        size, _, model = name.partition("/")
+        sizes.setdefault(size, []).append(model)
+    shipped = "".join(f"\n  {size}/ {', '.join(models)}" for size, models in sizes.items())
+    raise FileNotFoundError(f"there is no config {path}; besides your own files there are{shipped}")
+
+
+def _resolved(path: Path, above: list[Path]) -> dict[str, Any]:
+    """The contents of a config laid over those of its base; `above` are the configs that led here."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold keys and values")
+    if "base" not in content:
+        return content
+    base = content.pop("base")
+    if not isinstance(base, str):
+        raise ValueError(f"{path}: base is {base!r}; it must be a file or the name of a config")
+    above = [*above, path.resolve()]
+    try:
+        found = _find(base, path.parent)
+    except OSError as error:
+        raise type(error)(f"{path}: base is {base}, but {error}") from None
+    if found.resolve() in above:
+        raise ValueError(f"{path}: base is {base}, which leads back here")
+    return _overlay(_resolved(found, above), content)
+
+
+def _overlay(base: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """`content`, and what it leaves out from `base`, section by section."""
+    both = base | content
+    for key in base.keys() & content.keys():
+        if isinstance(base[key], dict) and isinstance(content[key], dict):
+            both[key] = _overlay(base[key], content[key])
+    return both
 
 
 def _build(cls: type[T], content: Any, prefix: str) -> T:

@@ -31,11 +31,13 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
 from osdn.models import OSDNConfig, OSDNForCausalLM, describe
+from osdn.results.store import TRAINING
 from osdn.training import checkpoints
 from osdn.training.data import load_source, load_tokenizer
 from osdn.training.memory import LESS_MEMORY, check_memory
-from osdn.training.monitor import Diagnostics, Metrics, Progress, Stop, matmul_flops
-from osdn.training.packing import PackedRows, Pieces, Position
+from osdn.training.monitor import Diagnostics, Metrics, Progress, Stop, Validation, matmul_flops
+from osdn.training.packing import IGNORED_LABEL, Corpus, PackedRows, Pieces, Position, held_out_rows
+from osdn.training.record import is_finished, print_header, save_record
 from osdn.training.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class PackedTrainer(Trainer):
         self.position = rows.position
         self.train_flops = 3 * describe(self.model).forward_flops  # of a token; the backward is two forwards
         self.peak_flops = matmul_flops(self.args.device, torch.bfloat16 if self.args.bf16 else torch.float32)
+        self.step_loss = torch.zeros((), device=self.args.device)  # of this step's batches so far
+        self.loss_sum, self.loss_steps = torch.zeros_like(self.step_loss), 0  # since the last log
         self.logged = (0, 0.0)  # step and time of the last log
         self.more_logs: dict[str, float] = {}  # what goes with the next one
 
@@ -78,6 +82,15 @@ class PackedTrainer(Trainer):
         self.state.compute_steps(self.args, max_steps)
         return trained
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Continue at the learning rate of this schedule: the checkpoint's may have been shorter."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        schedule = self.lr_scheduler
+        rates = [rate * at(schedule.last_epoch) for rate, at in zip(schedule.base_lrs, schedule.lr_lambdas)]
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate
+        schedule._last_lr = rates  # which is what is logged
+
     def get_train_dataloader(self) -> DataLoader:
         gpu = self.args.device.type != "cpu"
         return DataLoader(self.rows, batch_size=None, num_workers=int(gpu), pin_memory=gpu)
@@ -86,7 +99,9 @@ class PackedTrainer(Trainer):
         self.position = Position(*inputs.pop("position"))
         if self.logged[1] == 0.0:
             self.logged = (self.state.global_step, time.perf_counter())
-        return super().training_step(model, inputs, *args, **kwargs)
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        self.step_loss += loss
+        return loss
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return [name for name, _ in model.named_parameters() if not NO_DECAY.search(name)]
@@ -94,32 +109,56 @@ class PackedTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip; drop a gradient that is not finite, so that the optimizer has nothing to do."""
         norm: Tensor = super()._clip_grad_norm(model)
-        if not torch.isfinite(norm):
-            model.zero_grad(set_to_none=True)
-            self.skipped_steps += 1
-            logger.warning("step %d: the gradient is not finite; skipped", self.state.global_step + 1)
-            if self.skipped_steps > self.settings.training.max_skipped_steps:
-                raise TrainingError(
-                    f"{self.skipped_steps} steps had a gradient that is not finite, more than "
-                    f"training.max_skipped_steps, {self.settings.training.max_skipped_steps}; lower "
-                    f"optimizer.learning_rate, or look at the data around {self.position}"
-                )
+        loss, self.step_loss = self.step_loss, torch.zeros_like(self.step_loss)
+        if torch.isfinite(norm):
+            self.loss_sum, self.loss_steps = self.loss_sum + loss, self.loss_steps + 1
+            return norm
+        model.zero_grad(set_to_none=True)
+        self.skipped_steps += 1
+        logger.warning("step %d: the gradient is not finite; skipped", self.state.global_step + 1)
+        if self.skipped_steps > self.settings.training.max_skipped_steps:
+            raise TrainingError(
+                f"{self.skipped_steps} steps had a gradient that is not finite, more than "
+                f"training.max_skipped_steps, {self.settings.training.max_skipped_steps}; lower "
+                f"optimizer.learning_rate, or look at the data around {self.position}"
+            )
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add to the loss what it took to get there."""
+        """Log the mean loss of the steps that were not skipped, NaN if all were, and what they took."""
+        logs.pop("train_loss", None)  # the library's own mean of the whole run, skipped steps included
         if "loss" in logs:
+            logs["loss"] = float(self.accelerator.reduce(self.loss_sum, "mean") / self.loss_steps)
+            logs["loss_steps"] = self.loss_steps
+            self.loss_sum, self.loss_steps = torch.zeros_like(self.loss_sum), 0
             step, now = self.state.global_step, time.perf_counter()
-            tokens = self.settings.training.tokens_per_step
-            rate = (step - self.logged[0]) * tokens / (now - self.logged[1])
+            tokens, seconds = self.settings.training.tokens_per_step, now - self.logged[1]
+            rate = (step - self.logged[0]) * tokens / seconds
             self.logged = (step, now)
             logs["tokens"] = step * tokens
+            logs["seconds"] = seconds
             logs["tokens_per_second"] = rate
             logs["mfu"] = rate * self.train_flops / (self.peak_flops * self.args.world_size)
             logs["skipped_steps"] = self.skipped_steps
             logs |= self.more_logs
             self.more_logs = {}
         super().log(logs, start_time)
+
+    @torch.no_grad()
+    def validation_loss(self, rows: list[dict[str, Tensor]]) -> float:
+        """The mean loss of the rows, which the devices share; its time is not that of training."""
+        start, device, ranks = time.perf_counter(), self.args.device, self.args.world_size
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # losses and how many
+        self.model.eval()
+        for i in range(self.args.process_index, -(-len(rows) // ranks) * ranks, ranks):
+            row = {name: x.to(device) for name, x in rows[i % len(rows)].items()}
+            loss = self.model(**row, num_items_in_batch=1, skip_logits=True, use_cache=False).loss
+            if i < len(rows):  # beyond, a device only takes part: FSDP2 needs all of them in every forward
+                total += torch.stack([loss.double(), (row["labels"] != IGNORED_LABEL).sum().double()])
+        self.model.train()
+        total = self.accelerator.reduce(total, "sum")
+        self.logged = (self.logged[0], self.logged[1] + time.perf_counter() - start)
+        return float(total[0] / total[1])
 
     def _get_output_dir(self, trial: Any) -> str:
         return os.path.join(self.args.output_dir, checkpoints.STAGING)
@@ -156,34 +195,42 @@ class PackedTrainer(Trainer):
 def train(settings: Settings) -> Path:
     """Run the settings to the end, continuing what is there, and return the finished model's directory."""
     run, devices = Path(settings.output_dir), int(os.environ.get("WORLD_SIZE", "1"))
-    result = run / "model"
-    if result.exists() and _same_run(run, settings):
-        logger.warning("%s is finished already", run)
+    result, steps = run / "model", settings.training.steps
+    if _planned_steps(run, settings) == steps and result.exists() and is_finished(run):
+        logger.warning("%s is finished already; a larger training.steps extends it", run)
         return result
     arguments = training_arguments(settings, devices)
     config, tokenizer = settings.model_config(), load_tokenizer(settings.data.tokenizer)
     check_vocabulary(config, tokenizer)
     check_memory(config, settings, arguments.device, devices)
-    if settings.optimizer.warmup_steps >= settings.training.steps and arguments.process_index == 0:
+    if settings.optimizer.warmup_steps >= steps and arguments.process_index == 0:
         logger.warning(
-            "optimizer.warmup_steps is %d: training.steps, %d, end before the learning rate has risen",
+            "optimizer.warmup_steps (%d) is not below training.steps (%d): the learning rate never peaks",
             settings.optimizer.warmup_steps,
-            settings.training.steps,
+            steps,
         )
     with arguments.main_process_first():
-        pieces = load_pieces(settings, tokenizer)
+        corpus = load_corpus(settings, tokenizer)
     disable_progress_bar()  # of the library's saving and loading
     set_seed(settings.training.seed)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     model = OSDNForCausalLM(config)
 
-    with _alone(run, settings) if arguments.process_index == 0 else nullcontext():
-        found = [_prepare(run, settings) if arguments.process_index == 0 else None]
-        good = broadcast_object_list(found)[0] if devices > 1 else found[0]
-        if good is None or checkpoints.step_of(good) < settings.training.steps:
-            _run(settings, arguments, model, tokenizer, pieces, good)
-        if arguments.process_index == 0:
-            checkpoints.convert(checkpoints.checkpoints(run)[0], result)
+    first = arguments.process_index == 0
+    with _alone(run) if first else nullcontext():
+        found: list[Any] = [_prepare(run, settings) if first else None]
+        checkpoint, finished = (broadcast_object_list(found) if devices > 1 else found)[0]
+        if not finished:
+            step = checkpoints.step_of(checkpoint) if checkpoint else 0
+            if first:
+                print_header(settings, config, model.num_parameters(), arguments, corpus, step)
+                save_record(settings, config, arguments, corpus, finished=False)
+            if step < steps:
+                _run(settings, arguments, model, tokenizer, corpus, checkpoint)
+            if first:
+                checkpoints.convert(checkpoints.checkpoints(run)[0], result)
+        if first:
+            save_record(settings, config, arguments, corpus, finished=True)
     return result
 
 
@@ -192,7 +239,7 @@ def _run(
     arguments: TrainingArguments,
     model: OSDNForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    pieces: Pieces,
+    corpus: Corpus,
     checkpoint: Path | None,
 ) -> None:
     if checkpoint and checkpoints.is_sharded(checkpoint) != bool(arguments.fsdp):
@@ -203,7 +250,7 @@ def _run(
     place = json.loads((checkpoint / POSITION).read_text()) if checkpoint else {}
     skipped_steps = place.pop("skipped_steps", 0)
     rows = PackedRows(
-        pieces,
+        corpus.train,
         settings.data.seq_len,
         arguments.process_index,
         arguments.world_size,
@@ -222,6 +269,8 @@ def _run(
         )
     if settings.logging.diagnostics_every:
         trainer.add_callback(Diagnostics(trainer, settings.logging.diagnostics_every))
+    if corpus.validation_rows:  # after the diagnostics, which must not see its batches
+        trainer.add_callback(Validation(trainer, corpus.validation_rows, settings.validation.every))
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except RuntimeError as error:
@@ -271,6 +320,7 @@ def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
         else None,
         save_steps=settings.checkpoints.every,
         logging_steps=settings.logging.every,
+        logging_nan_inf_filter=False,
         disable_tqdm=True,
         report_to=["wandb"] if find_spec("wandb") else [],
         ignore_data_skip=True,  # the rows start at their own place
@@ -283,16 +333,32 @@ def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
     return arguments
 
 
+def load_corpus(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+    train, validation = load_pieces(settings, tokenizer), settings.validation
+    if validation.split is None:
+        return Corpus(train)
+    try:
+        pieces = _pieces(settings, validation.split, tokenizer, seed=0)  # the same for runs of every seed
+        return Corpus(train, pieces, held_out_rows(pieces, settings.data.seq_len, validation.tokens))
+    except ValueError as error:
+        raise ValueError(f"validation.split is {validation.split!r}: {error}") from error
+
+
 def load_pieces(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Pieces:
+    """What is trained on."""
+    return _pieces(settings, settings.data.split, tokenizer, settings.training.seed)
+
+
+def _pieces(settings: Settings, split: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Pieces:
     data = settings.data
     source = load_source(
         data.source,
         name=data.name,
-        split=data.split,
+        split=split,
         text_column=data.text_column,
         streaming=data.streaming,
     )
-    return Pieces(source, tokenizer, data.context_len, settings.training.seed)
+    return Pieces(source, tokenizer, data.context_len, seed)
 
 
 def check_vocabulary(config: OSDNConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -304,9 +370,8 @@ def check_vocabulary(config: OSDNConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 @contextmanager
-def _alone(run: Path, settings: Settings) -> Iterator[None]:
+def _alone(run: Path) -> Iterator[None]:
     """No other process trains in the run's directory meanwhile."""
-    _same_run(run, settings)
     run.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run / ".lock", blocking=False)
     try:
@@ -319,35 +384,69 @@ def _alone(run: Path, settings: Settings) -> Iterator[None]:
         lock.release()
 
 
-def _prepare(run: Path, settings: Settings) -> Path | None:
-    """Make the run's directory ready and find the checkpoint to continue from."""
+def _prepare(run: Path, settings: Settings) -> tuple[Path | None, bool]:
+    """Make the run's directory ready; the checkpoint to continue from, and whether the run is finished."""
+    planned = _planned_steps(run, settings)
+    if planned == settings.training.steps and (run / "model").exists():
+        return None, True
     shutil.rmtree(run / checkpoints.STAGING, ignore_errors=True)
     good, newest = checkpoints.newest_good(run), checkpoints.checkpoints(run)
     if good is None and newest:
         raise ValueError(f"every checkpoint in {run} is damaged; remove them to start again")
+    if good is None and (run / "model").exists():
+        raise ValueError(f"{run} has a model but no checkpoint to continue from; choose another output_dir")
     for damaged in newest[: newest.index(good)] if good else []:
         damaged.rename(run / f"damaged-{damaged.name}")  # out of the way of those to come
-    checkpoints.write_text(run / "config.yaml", settings.to_yaml())
     Metrics.forget(run, after=checkpoints.step_of(good) if good else 0)
-    if good is not None:
-        logger.warning("continuing from %s", good)
-    return good
+    if good and planned is not None and planned < settings.training.steps:
+        _extend(run, settings, planned, good)
+    checkpoints.write_text(run / "config.yaml", settings.to_yaml())
+    return good, False
 
 
-def _same_run(run: Path, settings: Settings) -> bool:
-    """Whether the directory holds this run; an error if it holds another."""
+def _extend(run: Path, settings: Settings, planned: int, checkpoint: Path) -> None:
+    """Make a run longer than it was planned; its finished model is kept as `model-<steps>`."""
+    result, steps, step = run / "model", settings.training.steps, checkpoints.step_of(checkpoint)
+    if result.exists():
+        result.rename(run / f"model-{planned}")
+    (run / TRAINING).unlink(missing_ok=True)
+    Metrics.append(run, {"step": step, "time": time.time(), "extended_to": steps})
+    logger.warning(
+        "extending the run from %d to %d steps: its cosine schedule now ends later, so the learning rate "
+        "jumps from %.2e to %.2e at step %d, and the result differs from that of %d steps run at once",
+        planned,
+        steps,
+        settings.optimizer.rate_at(step, planned),
+        settings.optimizer.rate_at(step, steps),
+        step,
+        steps,
+    )
+
+
+def _planned_steps(run: Path, settings: Settings) -> int | None:
+    """The steps that the run in the directory is to take, None if there is none; other runs are an error."""
     try:
-        there = (run / "config.yaml").read_text()
+        there = _essence((run / "config.yaml").read_text())
     except FileNotFoundError:
-        return False
-    # How often to save and to log may change on the way, and does not change the weights.
-    if _essence(there) != _essence(settings.to_yaml()):
+        return None
+    here = _essence(settings.to_yaml())
+    planned, steps = there.pop("training.steps"), here.pop("training.steps")
+    if different := [key for key in here | there if here.get(key) != there.get(key)]:
+        values = ", ".join(f"{key} is {there.get(key)!r}, not {here.get(key)!r}" for key in different)
         raise ValueError(
-            f"{run} holds a run with other settings (its config.yaml); choose another output_dir or remove it"
+            f"{run} holds a run with other settings: {values}; choose another output_dir or remove it"
         )
-    return True
+    if steps < planned:
+        raise ValueError(
+            f"{run} holds a run of {planned} steps; training.steps can be made larger, not smaller ({steps})"
+        )
+    return int(planned)
 
 
 def _essence(text: str) -> dict[str, Any]:
+    """The settings that must not change on the way: not the directory, nor how often to save and to log."""
     content: dict[str, Any] = yaml.safe_load(text)
-    return {key: content[key] for key in ("model", "data", "optimizer", "training")}
+    sections = ("model", "data", "optimizer", "training", "validation")
+    flat = {f"{name}.{key}": value for name in sections for key, value in content.get(name, {}).items()}
+    flat.pop("validation.every", None)
+    return {"name": content.get("name"), **flat}

@@ -16,8 +16,6 @@ from transformers import (
 )
 
 from osdn import OSDNConfig, OSDNForCausalLM
-from osdn.analysis.throughput import Timed
-from osdn.models.identity import identify
 from tests.models.variants import scatter
 
 
@@ -70,10 +68,3 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def timed(preset: str, *times: tuple[float, float]) -> Timed:
-    """A preset and its times of prefill and decoding, as if they had been measured."""
-    with torch.device("meta"):
-        model = OSDNForCausalLM(OSDNConfig.from_preset(preset))
-    return Timed(identify(model, preset), model, list(times))

@@ -9,12 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from osdn.analysis.capture import capture
-from osdn.analysis.inspector import COLUMNS, inspect_prompt, write_page
+from osdn.analysis.inspector import COLUMNS, inspect_prompt
 from osdn.analysis.prompts import Prompt
 from osdn.analysis.residuals import residuals, scale_trajectory
 from osdn.cli import app
-from tests.analysis.browser import CHROMIUM, DRIVER, browser
+from osdn.results.inspector import write_inspector
 from tests.analysis.models import byte_tokenizer
+from tests.browser import CHROMIUM, DRIVER, browser
 from tests.models.variants import make, tokens
 
 needs_browser = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium with chromedriver")
@@ -59,7 +60,7 @@ def test_a_model_without_scale_has_none():
 
 
 def test_the_page_is_alone_and_cannot_be_broken_by_a_token(shown, tmp_path):
-    text = write_page(tmp_path / "page.html", shown[2]).read_text()
+    text = write_inspector(tmp_path / "page.html", shown[2]).read_text()
     assert not re.search(r"(?:src|href)=.(?!data:)|https?://|@import|url\(", text)
     held = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
     assert json.loads(held[1])["tokens"][1] == "</script><b>"
@@ -70,16 +71,25 @@ def test_the_page_is_alone_and_cannot_be_broken_by_a_token(shown, tmp_path):
 def test_the_page_works_in_a_browser(shown, tmp_path, width, height):
     data = shown[2]
     q = decode(data["q"], np.float32, 2, 3, T)
-    page = write_page(tmp_path / "page.html", data)
+    page = write_inspector(tmp_path / "page.html", data)
     with browser(tmp_path / "profile", width, height) as b:
         b.open(page)
         facts = "return document.getElementById('facts').textContent"
         assert b.run("return document.getElementById('title').textContent") == "a <model> & its name"
         assert b.run("return document.querySelectorAll('#tokens span').length") == T
         assert b.run("return document.documentElement.scrollWidth <= window.innerWidth")  # nothing sticks out
+        moved = [max(high - 1, 1 - low) for low, high in data["scale"]["ranges"]]
+        layer, head = divmod(int(np.argmax(moved)), 3)  # it opens where the scale moved most
+        b.wait_for(facts, f"token 1 of {T}: q {q[layer, head, 0]:.4f}")
+        reach = max(moved)
+        low, high = (b.run(f"return document.getElementById('{end}').textContent") for end in ("low", "high"))
+        assert (low, high) == (f"{1 - reach:.3f}", f"{1 + reach:.3f}")  # the ends of the colours
+
+        choose = "const s = document.getElementById('{}'); s.value = {}; s.dispatchEvent(new Event('change'))"
+        b.run(choose.format("layer", -1))
+        b.run(choose.format("head", -1))
         everything = np.exp(np.log(q[:, :, 0]).mean())
         b.wait_for(facts, f"token 1 of {T}: q {everything:.4f}")
-
         b.press("page down", "down", "down", "right", "right", "right")  # layer 0, head 1, token 4
         b.wait_for(facts, f"token 4 of {T}: q {q[0, 1, 3]:.4f}")
         assert b.run("return document.getElementById('heat').hidden") is False
@@ -87,7 +97,7 @@ def test_the_page_works_in_a_browser(shown, tmp_path, width, height):
         b.press("end")
         b.wait_for(facts, f"token {T} of {T}")
 
-        b.run("const s = document.getElementById('layer'); s.value = 1; s.dispatchEvent(new Event('change'))")
+        b.run(choose.format("layer", 1))
         b.point("#t2", 0.5, 0.5)
         b.wait_for(facts, f"token 3 of {T}: q {q[1, 1, 2]:.4f}")
         b.point("#heat", 0.98, 0.95)

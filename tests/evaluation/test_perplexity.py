@@ -10,7 +10,6 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from osdn.evaluation.paper import BUCKETS
 from osdn.evaluation.perplexity import (
     blocks,
     document_losses,
@@ -19,6 +18,7 @@ from osdn.evaluation.perplexity import (
     position_perplexity,
     stream,
 )
+from osdn.results.paper import BUCKETS
 from osdn.training.data import load_tokenizer
 from tests.evaluation.mirror import prose
 from tests.models.variants import make, tokens

@@ -10,15 +10,16 @@ import pytest
 from datasets import Dataset
 from typer.testing import CliRunner
 
-from osdn.analysis.report import collect
 from osdn.cli import app
 from osdn.evaluation import harness
-from osdn.evaluation.columns import BY_SUITE, MEANS
-from osdn.evaluation.paper import BUCKETS
 from osdn.evaluation.runner import Evaluation, Settings
 from osdn.evaluation.suites import SUITES
 from osdn.models.checkpoints import load_tokenizer
-from osdn.records import digest
+from osdn.results.columns import BY_SUITE
+from osdn.results.comparison import compare
+from osdn.results.paper import BUCKETS
+from osdn.results.scores import MEANS
+from osdn.results.store import digest, read_results
 from osdn.training.data import train_tokenizer
 from tests.analysis.models import byte_tokenizer
 from tests.evaluation.mirror import save_osdn
@@ -101,7 +102,7 @@ def test_documents_behind_the_printed_differences_are_kept(evaluated):
 
 def test_the_report_reads_the_files(evaluated):
     output, _ = evaluated
-    scores = collect([output]).evaluations["osdn"]
+    scores = compare(read_results([output]))[0].models[0].scores
     assert scores["commonsense"].error > 0
     assert {"lm_ppl", "recall", "longbench", "retrieval", "pg19_drift"} <= scores.keys()
 

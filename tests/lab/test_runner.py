@@ -77,14 +77,15 @@ def test_every_setting_is_part_of_the_name(tmp_path):
 def test_summaries_pair_seeds_with_the_baseline_of_the_backbone(tmp_path):
     variants = [Variant("gdn"), Variant("osdn"), Variant("delta_net")]
     values = [[0.1, 0.2], [0.6, 0.9], [0.5, 0.7]]
+    settings = {"steps": 2, "width": 8, "task": {"length": 4}}
     results = summary.group(
-        variants, [{"x": v, "settings": {"seed": i}} for m in values for i, v in enumerate(m)]
+        variants, [{"x": v, "settings": {"seed": i, **settings}} for m in values for i, v in enumerate(m)]
     )
     rows = {row.variant: row for row in summary.summarize(results, ["x"])}
     assert rows["osdn"].baseline == "delta_net"
     assert rows["osdn"].difference.mean == pytest.approx(0.15)
     assert rows["gdn"].difference is None
-    summary.write(results, list(rows.values()), tmp_path)
+    summary.write(results, list(rows.values()), tmp_path, "recall")
     lines = (tmp_path / "summary.csv").read_text().splitlines()
     assert len(lines) == 4
     assert lines[2].startswith("osdn,x,2,0.75,")

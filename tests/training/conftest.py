@@ -14,6 +14,7 @@ import torch
 import yaml
 
 CONFIG: dict[str, Any] = {
+    "name": "small",
     "model": {"preset": "osdn-apf-tiny", "hidden_size": 32, "intermediate_size": 48},
     "data": {
         "name": None,
@@ -42,6 +43,7 @@ CONFIG: dict[str, Any] = {
         "gradient_checkpointing": False,
         "max_skipped_steps": 3,
     },
+    "validation": {"split": None, "every": 0, "tokens": 200},
     "checkpoints": {"every": 4, "keep": 3},
     "logging": {"every": 1, "diagnostics_every": 0},
 }
@@ -80,12 +82,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_config(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
     """Writes the config of the small run into a file; sections given as keywords replace some of its keys."""
 
-    def write(name: str = "run", **sections: dict[str, Any]) -> Path:
-        content = {"output_dir": str(tmp_path / name)} | {
-            key: value | sections.get(key, {}) for key, value in CONFIG.items()
+    def write(run: str = "run", **sections: Any) -> Path:
+        content = {"output_dir": str(tmp_path / run)} | {
+            key: value | sections.get(key, {}) if isinstance(value, dict) else sections.get(key, value)
+            for key, value in CONFIG.items()
         }
         content["data"] = {"source": str(corpus)} | content["data"]
-        path = tmp_path / f"{name}.yaml"
+        path = tmp_path / f"{run}.yaml"
         path.write_text(yaml.safe_dump(content, sort_keys=False))
         return path
 

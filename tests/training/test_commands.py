@@ -1,7 +1,7 @@
 """The commands that lead to training and from it: what they write, and what they say when they cannot."""
 
 import json
-from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from osdn.cli import app
-from osdn.training.plot import final_loss, loss_curve, rolling_mean
+from osdn.results.losses import loss_curve, rolling_mean
+from osdn.results.store import read_run, save_json
+from tests.results.files import identity
 
 
 def osdn(*arguments):
@@ -32,10 +34,27 @@ def test_from_a_vocabulary_to_a_model_to_a_figure(write_config, corpus, tmp_path
         AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "converted", run / "model")
     )
     assert first.num_parameters() == last.num_parameters()
+    assert first.config.run_name == last.config.run_name == "small"
     assert not (first.lm_head.weight == last.lm_head.weight).all()
     code, output = osdn("plot", run, run, "--output", tmp_path / "loss.png")
     assert code == 0, output
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_shipped_config_is_trained_by_its_name_in_an_empty_directory(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ["data.seq_len=64", "training.tokens_per_step=64", "training.steps=1", "validation.split=null"]
+    code, output = osdn("train", "tiny/osdn-d0", f"data.source={corpus}", *small)
+    assert code == 0, output
+    assert "runs/tiny/osdn-d0/model is ready for from_pretrained" in output
+    assert "osdn-d0-tiny in runs/tiny/osdn-d0" in output
+    model = AutoModelForCausalLM.from_pretrained("runs/tiny/osdn-d0/model")
+    assert model.config.run_name == "osdn-d0-tiny"
+    assert model.config.preconditioner["initial_scale"] == "projected"
+    code, output = osdn("train", "runs/tiny/osdn-d0/config.yaml", "output_dir=again")  # needs no name
+    assert code == 0, output
+    weights = [Path(run, "model/model.safetensors").read_bytes() for run in ("runs/tiny/osdn-d0", "again")]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +62,7 @@ def test_from_a_vocabulary_to_a_model_to_a_figure(write_config, corpus, tmp_path
     [
         (["train", "missing.yaml"], "Error: there is no config missing.yaml"),
         (["convert", "missing", "model"], "Error: missing is not a checkpoint of `osdn train`"),
-        (["plot", "missing"], "Error: missing is not the directory of a run"),
+        (["plot", "missing"], "Error: missing is not the folder of a run"),
         (
             ["tokenizer", "train", "./missing", "bpe"],
             "Error: data.source is ./missing, and there is no such file",
@@ -63,18 +82,7 @@ def test_curves_are_centred_means_of_what_was_logged(tmp_path):
     lines = [{"step": i, "tokens": 10 * i, "loss": None if i == 2 else float(i)} for i in range(1, 5)]
     text = "\n".join(map(json.dumps, lines)) + '\n{"step": 5, "tok'  # the last line was cut off
     (tmp_path / "metrics.jsonl").write_text(text)
-    tokens, losses = loss_curve(tmp_path)
-    assert tokens.tolist() == [10, 30, 40]
-    assert losses.tolist() == [1, 3, 4]
-
-
-def test_a_final_loss_is_over_steps_however_often_they_were_logged(tmp_path):
-    every = np.random.default_rng(0).normal(size=100)
-    for logged in (range(1, 101), range(10, 101, 10), [4, 5, 8, 10, 12, 60, 61, 97, 100]):
-        ends = [0, *logged]
-        lines = [
-            {"step": end, "tokens": end, "loss": every[start:end].mean()} for start, end in pairwise(ends)
-        ]
-        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        assert final_loss(tmp_path, 40) == pytest.approx(every[60:].mean())
-        assert final_loss(tmp_path, 1000) == pytest.approx(every.mean())
+    save_json(tmp_path / "training.json", identity("osdn-tiny").record())
+    curve = loss_curve(read_run(tmp_path).lines)
+    assert curve.tokens.tolist() == [10, 30, 40]
+    assert curve.losses.tolist() == [1, 3, 4]

@@ -26,7 +26,12 @@ def run_in_two_processes(config):
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("preset", ["osdn-apf-tiny", "osgdn-apf-tiny", "oskda-tiny"])
 def test_two_processes_follow_the_loss_curve_of_one(write_config, tmp_path, parallelism, preset):
-    changes = {"training": {"parallelism": parallelism}, "model": {"preset": preset}}
+    changes = {
+        "training": {"parallelism": parallelism},
+        "model": {"preset": preset},
+        "data": {"split": "train[:80%]"},
+        "validation": {"split": "train[80%:]", "every": 5, "tokens": 250},  # three rows, shared by two
+    }
     one, two = write_config("one", **changes), write_config("two", **changes)
     train(load_settings(one))
     run_in_two_processes(two)
@@ -36,6 +41,8 @@ def test_two_processes_follow_the_loss_curve_of_one(write_config, tmp_path, para
         assert x["loss"] == pytest.approx(y["loss"], rel=2e-5)
         assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=2e-3)
         assert x["tokens"] == y["tokens"]
+        assert x.get("validation_loss") == pytest.approx(y.get("validation_loss"), rel=2e-5)
+    assert [x["step"] for x in a if "validation_loss" in x] == [5, 10, 12]
 
     checkpoint = tmp_path / "two" / "checkpoint-8"
     assert is_sharded(checkpoint) == (parallelism == "fsdp2")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from osdn import OSDNConfig, OSDNForCausalLM
 from osdn.training.data import load_tokenizer
-from osdn.training.packing import PackedRows, Pieces, Position, pack
+from osdn.training.packing import PackedRows, Pieces, Position, held_out_rows, pack
 
 
 class Fixed(Pieces):
@@ -93,6 +93,24 @@ def test_pieces_come_in_an_order_of_the_seed_and_epoch_and_can_be_skipped(stream
         assert other != first
         assert sorted(other) == sorted(first)
     assert all(text.endswith("<|endoftext|>") for text in first)
+
+
+@given(lengths, sizes, st.integers(1, 200))
+def test_held_out_rows_are_the_first_tokens_of_one_epoch(lengths, seq_len, tokens):
+    pieces = Fixed(lengths)
+    epoch = np.concatenate(list(pieces.read(0, 0)))
+    rows = held_out_rows(pieces, seq_len, tokens)
+    read = np.concatenate([row["input_ids"][0].numpy() for row in rows])
+    np.testing.assert_array_equal(read, epoch[: -(-tokens // seq_len) * seq_len])
+    assert all(row["input_ids"].shape == (1, seq_len) for row in rows[:-1])
+
+
+def test_the_tokens_of_a_data_set_are_counted_and_those_of_a_stream_are_not():
+    data = Dataset.from_dict({"text": ["abc", "", "de"]})
+    pieces = Pieces(data, load_tokenizer("bytes"), 2, 0)
+    assert (pieces.documents, pieces.count_tokens()) == (3, 8)  # an end-of-text token each
+    stream = Pieces(data.to_iterable_dataset(), load_tokenizer("bytes"), 2, 0)
+    assert (stream.documents, stream.count_tokens()) == (None, None)
 
 
 def test_an_empty_data_set_is_an_error_and_not_an_endless_loop():

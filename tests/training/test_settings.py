@@ -1,4 +1,4 @@
-"""Settings: every config of the project is complete and is what the paper says; mistakes are told by name."""
+"""Settings: every shipped config is complete and is what the paper says; mistakes are reported by name."""
 
 from pathlib import Path
 
@@ -6,29 +6,35 @@ import pytest
 import yaml
 
 from osdn import PRESETS
-from osdn.training.settings import load_settings
+from osdn.training.settings import config_names, load_settings
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+ABLATIONS = ["osdn-beta-unaware", "osdn-d0", "osdn-d0-free", "osgdn-apf-learned", "oskda-retention-0.999"]
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_a_config_loads_and_writes_to_a_directory_of_its_own(path):
-    settings = load_settings(path)
-    assert settings.output_dir == f"runs/{path.parent.name}/{path.stem}"
+@pytest.mark.parametrize("config", config_names())
+def test_a_config_loads_and_has_a_name_and_a_directory_of_its_own(config, tmp_path):
+    size, model = config.split("/")
+    settings = load_settings(config)
+    assert settings.name == settings.model_config().run_name == f"{model}-{size}"
+    assert settings.output_dir == f"runs/{size}/{model}"
     assert settings.accumulation(1) >= 1
-    assert yaml.safe_load(settings.to_yaml()) == yaml.safe_load(path.read_text())  # no value is ours
+    (tmp_path / "config.yaml").write_text(settings.to_yaml())  # as a run keeps it
+    assert load_settings(tmp_path / "config.yaml") == settings
 
 
-def test_every_model_of_the_paper_has_a_config():
-    models = {load_settings(path).model["preset"] for path in CONFIGS.rglob("*.yaml")}
-    assert models == set(PRESETS)
+def test_every_model_of_the_paper_has_a_config_and_ablations_have_two():
+    plain = {name for name in config_names() if name.partition("/")[2] not in ABLATIONS}
+    assert {load_settings(name).model["preset"] for name in plain} == set(PRESETS)
+    assert all(load_settings(name).model.keys() == {"preset"} for name in plain)
+    assert set(config_names()) - plain == {
+        f"{size}/{name}" for size in ("tiny", "340m") for name in ABLATIONS
+    }
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "340m").glob("*.yaml")), ids=lambda p: p.stem)
-def test_the_340m_runs_are_those_of_the_paper(path):
+@pytest.mark.parametrize("config", [name for name in config_names() if name.startswith("340m/")])
+def test_the_340m_runs_are_those_of_the_paper(config):
     """Appendix "Training and Evaluation Reproduction Details"."""
-    settings = load_settings(path)
-    assert settings.model == {"preset": f"{path.stem}-340m"}
+    settings = load_settings(config)
     assert (settings.data.source, settings.data.name) == ("HuggingFaceFW/fineweb-edu", "sample-10BT")
     assert settings.data.tokenizer == "fla-hub/delta_net-1.3B-100B"
     assert (settings.data.seq_len, settings.data.context_len) == (65_536, 4_096)
@@ -40,13 +46,82 @@ def test_the_340m_runs_are_those_of_the_paper(path):
     assert round(settings.training.steps * settings.training.tokens_per_step / 1e9, 2) == 10.74
 
 
-def test_the_ablations_are_those_of_the_paper():
-    found = {path.stem: load_settings(path).model_config() for path in (CONFIGS / "ablations").glob("*.yaml")}
-    assert found["osdn-d0"].preconditioner["initial_scale"] == "projected"
-    assert found["osdn-d0-free"].preconditioner["initial_scale"] == "free"
-    assert found["osdn-beta-unaware"].preconditioner["beta_aware"] is False
-    assert found["oskda-retention-0.999"].preconditioner["retention"] == 0.999
-    assert found["osgdn-apf-learned"].preconditioner["retention"] == "learned"
+@pytest.mark.parametrize("size", ["tiny", "340m"])
+def test_the_ablations_are_those_of_the_paper(size):
+    found = {name: load_settings(f"{size}/{name}").model_config() for name in ABLATIONS}
+    changes = {
+        "osdn-d0": ("osdn", {"initial_scale": "projected"}),
+        "osdn-d0-free": ("osdn", {"initial_scale": "free"}),
+        "osdn-beta-unaware": ("osdn", {"beta_aware": False}),
+        "oskda-retention-0.999": ("oskda", {"retention": 0.999}),
+        "osgdn-apf-learned": ("osgdn-apf", {"retention": "learned"}),
+    }
+    for name, (model, changed) in changes.items():
+        original = load_settings(f"{size}/{model}").model_config()
+        assert found[name].preconditioner == original.preconditioner | changed
+        assert found[name].hidden_size == original.hidden_size
+
+
+def test_a_config_of_the_user_is_laid_over_a_shipped_one_or_a_file_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path)
+    Path("own/first.yaml").write_text("base: tiny/osdn\nname: first\ntraining: {steps: 7}\n")
+    Path("own/second.yaml").write_text("base: first.yaml\nmodel: {hidden_size: 96}\n")
+    first, second = load_settings("own/first.yaml"), load_settings(Path("own/second.yaml"), ["name=second"])
+    shipped = load_settings("tiny/osdn")
+    assert (first.name, first.training.steps, first.training.seed) == ("first", 7, 42)
+    assert first.data == shipped.data
+    assert second.model == {"preset": "osdn-tiny", "hidden_size": 96}
+    assert (second.name, second.training.steps) == ("second", 7)
+    assert "base" not in yaml.safe_load(second.to_yaml())
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"a": "base: missing"},
+            "a.yaml: base is missing, but there is no config .*missing; .*tiny/ delta",
+        ),
+        ({"a": "base: a.yaml"}, "a.yaml: base is a.yaml, which leads back here"),
+        (
+            {"a": "base: b.yaml", "b": "base: c.yaml", "c": "base: a.yaml"},
+            "c.yaml: base is a.yaml",
+        ),
+        ({"a": "base: [b.yaml]"}, r"a.yaml: base is \['b.yaml'\]; it must be a file or the name"),
+        ({"a": "base: ."}, "a.yaml: base is ., but .* is a directory; name a config in it"),
+        ({"a": "base: b.yaml", "b": "- 1"}, "b.yaml must hold keys and values"),
+        ({"a": "base: b.yaml", "b": "x: ["}, "b.yaml is not YAML"),
+        ({"a": "base: tiny/_base"}, "there is no config .*_base"),
+        ({"a": "base: b.yaml", "b": "training: {steps: 3}"}, "name, output_dir, model, data.* must be set"),
+    ],
+)
+def test_a_base_that_cannot_be_used_is_reported(files, message, tmp_path):
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    with pytest.raises((ValueError, OSError), match=f"(?s){message}"):
+        load_settings(tmp_path / "a.yaml")
+
+
+def test_an_unknown_config_is_answered_with_those_there_are(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        load_settings("tiny/odsn")
+    assert str(error.value).startswith("there is no config tiny/odsn;")
+    assert all(name.partition("/")[2] in str(error.value) for name in config_names())
+    assert "_base" not in str(error.value)
+    with pytest.raises(IsADirectoryError, match="is a directory; name a config in it"):
+        load_settings(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "a\nb", "a\0b", " a", ".a", "a\x7f"])
+def test_a_name_that_is_not_a_plain_file_name_is_rejected(write_config, name):
+    with pytest.raises(ValueError, match=r"^name is .*; it names files too, so it must not"):
+        load_settings(write_config(name=name))
+
+
+@pytest.mark.parametrize("name", ["osdn-d0-340m", "Ünïcode 1.3b", "a$b_c"])
+def test_a_plain_file_name_is_a_name(write_config, name):
+    assert load_settings(write_config(name=name)).model_config().run_name == name
 
 
 @pytest.mark.parametrize(
@@ -71,6 +146,11 @@ def test_the_ablations_are_those_of_the_paper():
             "training.precision=float16",
             "training.precision is 'float16'; it must be one of bfloat16",
         ),
+        ("model.run_name=x", "unknown key model.run_name"),
+        ("name=3", "name is 3; it must be of type str"),
+        ("validation.split=train", "validation.split and data.split are both 'train'; validate on"),
+        ("validation.tokens=0", "validation.tokens is 0; it must be positive"),
+        ("validation.every=-1", "validation.every is -1; it must not be negative"),
         ("data=3", "data must hold keys and values, got 3"),
         ("training.steps", "'training.steps' must be of the form section.key=value"),
     ],

@@ -5,6 +5,9 @@ import logging
 import math
 import resource
 import shutil
+from dataclasses import asdict
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osdn import PRESETS, OSDNConfig, OSDNForCausalLM
 from osdn.layers import TokenMixer
+from osdn.models.identity import identify
 from osdn.models.modeling_osdn import OSDNBlock
 from osdn.ops import precondition_keys
+from osdn.results.losses import final_loss
 from osdn.training import trainer as module
 from osdn.training.memory import activation_bytes, check_memory
 from osdn.training.monitor import Metrics, measure
@@ -44,6 +49,7 @@ def test_the_result_is_a_directory_for_from_pretrained(whole):
     tokenizer = AutoTokenizer.from_pretrained(whole / "model")
     assert isinstance(model, OSDNForCausalLM)
     assert model.config.use_cache
+    assert model.config.run_name == "small"
     assert model.config.eos_token_id == tokenizer.eos_token_id == 256
     ids = tokenizer("abc", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] <= 6
@@ -119,7 +125,9 @@ def test_a_run_continued_from_a_checkpoint_ends_with_the_same_weights(write_conf
     ]
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_continued(write_config, whole, caplog, tmp_path):
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_continued(
+    write_config, whole, caplog, capsys, tmp_path
+):
     settings = load_settings(write_config())
     train(settings)
     run = tmp_path / "run"
@@ -131,7 +139,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_continued(write_conf
     with caplog.at_level(logging.WARNING):
         train(settings)
     assert "checkpoint-12 is damaged (optimizer.pt is not what was written)" in caplog.text
-    assert "continuing from" in caplog.text
+    assert "continues from step 8" in capsys.readouterr().err
     assert weights(run) == weights(whole)
 
 
@@ -147,14 +155,204 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_silently_started_anew(wr
 def test_a_finished_run_is_left_alone_and_another_is_not_mixed_with_it(write_config, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         train(load_settings(write_config(training={"steps": 2})))
-    assert "optimizer.warmup_steps is 3: training.steps, 2, end before" in caplog.text
+    assert "warmup_steps (3) is not below training.steps (2): the learning rate never peaks" in caplog.text
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     with caplog.at_level(logging.WARNING):
         train(load_settings(write_config(training={"steps": 2}), ["logging.every=5"]))
-    assert "is finished already" in caplog.text
-    with pytest.raises(ValueError, match="holds a run with other settings"):
-        train(load_settings(write_config(training={"steps": 3})))
+    assert "is finished already; a larger training.steps extends it" in caplog.text
+    for change, message in (
+        ({"training": {"steps": 3, "seed": 7}}, "other settings: training.seed is 42, not 7; choose"),
+        ({"training": {"steps": 2}, "name": "other"}, "other settings: name is 'small', not 'other'; choose"),
+        ({"training": {"steps": 2}, "validation": {"tokens": 9}}, "validation.tokens is 200, not 9"),
+        ({"training": {"steps": 1}}, r"holds a run of 2 steps; .* larger, not smaller \(1\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(load_settings(write_config(**change)))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_a_finished_run_can_be_extended_and_says_what_that_does_to_its_schedule(
+    write_config, whole, caplog, monkeypatch, tmp_path
+):
+    used, step_of = [], torch.optim.AdamW.step
+
+    def step(optimizer, *args, **kwargs):
+        used.append(optimizer.param_groups[0]["lr"])
+        return step_of(optimizer, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    train(load_settings(write_config()))
+    run, longer = tmp_path / "run", ["training.steps=20", "checkpoints.every=6"]
+    with caplog.at_level(logging.WARNING):
+        train(load_settings(run / "config.yaml", longer))
+    assert (
+        "extending the run from 12 to 20 steps: its cosine schedule now ends later, so the learning rate "
+        "jumps from 3.00e-04 to 1.53e-03 at step 12, and the result differs"
+    ) in caplog.text
+    lines = [line for line in Metrics.read(run) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert [line["learning_rate"] for line in lines] == used
+    for line in lines:
+        step, end = line["step"] - 1, 12 if line["step"] <= 12 else 20
+        share = step / 3 if step < 3 else 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / (end - 3))) / 2
+        assert line["learning_rate"] == pytest.approx(0.003 * share)
+    assert (run / "model-12" / "model.safetensors").read_bytes() == weights(whole)
+    record = json.loads((run / "training.json").read_text())
+    assert (record["steps"], record["tokens"]) == (20, 20 * 192)
+    assert record["extensions"] == [{"at_step": 12, "to_steps": 20}]
+
+    # killed after step 18, it continues the longer run to the same weights
+    before, kept = weights(run), (run / "model-12").stat().st_mtime_ns
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoint-20")
+    train(load_settings(run / "config.yaml"))
+    assert weights(run) == before
+    assert (run / "model-12").stat().st_mtime_ns == kept
+    with pytest.raises(ValueError, match="a run of 20 steps"):
+        train(load_settings(run / "config.yaml", ["training.steps=12"]))
+
+
+def test_a_model_without_a_checkpoint_is_neither_extended_nor_trained_anew(write_config, tmp_path):
+    train(load_settings(write_config(training={"steps": 2})))
+    run = tmp_path / "run"
+    before = weights(run)
+    shutil.rmtree(run / "checkpoint-2")
+    with pytest.raises(ValueError, match="has a model but no checkpoint to continue from"):
+        train(load_settings(write_config(training={"steps": 4})))
+    (run / "training.json").unlink()
+    train(load_settings(write_config(training={"steps": 2})))
+    assert weights(run) == before
+    assert (run / "training.json").exists()
+
+
+HELD_OUT = {
+    "data": {"split": "train[:80%]"},
+    "validation": {"split": "train[80%:]", "every": 5, "tokens": 500},
+}
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory, corpus):
+    """The directory of a run with validation and diagnostics, never interrupted."""
+    path = tmp_path_factory.mktemp("validated")
+    content = {"output_dir": str(path / "run"), **CONFIG, **HELD_OUT}
+    content["data"] = {"source": str(corpus), **CONFIG["data"], **HELD_OUT["data"]}
+    content["logging"] = {"every": 4, "diagnostics_every": 5}
+    (path / "run.json").write_text(json.dumps(content))
+    train(load_settings(path / "run.json"))
+    return path / "run"
+
+
+def test_validation_is_the_mean_loss_of_held_out_sequences_at_its_interval_and_at_the_end(validated, corpus):
+    lines = Metrics.read(validated)
+    found = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    assert list(found) == [5, 10, 12]
+    assert [line["step"] for line in lines] == [4, 5, 8, 10, 12]
+    assert all(line["tokens"] == 192 * line["step"] for line in lines)
+    assert found[12] < found[5]
+    model = AutoModelForCausalLM.from_pretrained(validated / "model")
+    corpus = module.load_corpus(load_settings(validated / "config.yaml"), module.load_tokenizer("bytes"))
+    assert corpus.validation_tokens == 576  # six rows of 96
+    losses = []
+    for row in corpus.validation_rows:
+        cuts = row["cu_seqlens"].tolist()
+        for ids in (row["input_ids"][:, a:b] for a, b in pairwise(cuts)):
+            logits = model(ids).logits[0, :-1].double()
+            losses += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
+    assert found[12] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_validation_does_not_disturb_training(validated, write_config, tmp_path):
+    train(load_settings(write_config(data=HELD_OUT["data"])))
+    run = tmp_path / "run"
+    assert weights(run) == weights(validated)
+    for name in ("optimizer.pt", "scheduler.pt", "position.json"):
+        states = [(path / "checkpoint-12" / name).read_bytes() for path in (run, validated)]
+        assert states[0] == states[1], name
+    random = [
+        torch.load(path / "checkpoint-12" / "rng_state.pth", weights_only=False)["cpu"]
+        for path in (run, validated)
+    ]
+    assert torch.equal(*random)
+
+
+def test_diagnostics_do_not_see_the_validation(validated, write_config, tmp_path):
+    train(load_settings(write_config(data=HELD_OUT["data"], logging={"diagnostics_every": 5})))
+    expected, found = (
+        {
+            line["step"]: {k: v for k, v in line.items() if "/" in k}
+            for line in Metrics.read(path)
+            if "residual_ratio/0" in line
+        }
+        for path in (tmp_path / "run", validated)
+    )
+    assert found == expected
+    assert list(found) == [5, 10]
+
+
+def test_a_run_with_validation_continues_to_the_same_weights_and_losses(validated, write_config, tmp_path):
+    settings = load_settings(
+        write_config(**HELD_OUT, logging={"every": 4, "diagnostics_every": 5}, checkpoints={"every": 8})
+    )
+    train(settings)
+    run = tmp_path / "run"
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoint-12")
+    train(settings)
+    assert weights(run) == weights(validated)
+    names = ("step", "loss", "validation_loss", "loss_steps")
+    lines = [[{k: line.get(k) for k in names} for line in Metrics.read(path)] for path in (run, validated)]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize(
+    ("split", "message"), [("test", "validation.split is 'test': "), ("train[:0%]", "no data")]
+)
+def test_a_split_that_cannot_be_validated_on_is_reported_before_anything_is_written(
+    write_config, split, message, tmp_path
+):
+    with pytest.raises(ValueError, match=message):
+        train(load_settings(write_config(validation={"split": split})))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_records_what_was_trained_on_what(validated):
+    record = json.loads((validated / "training.json").read_text())
+    settings = load_settings(validated / "config.yaml")
+    identity = identify(OSDNConfig.from_pretrained(validated / "model"), validated / "model")
+    assert identity.record().items() <= record.items()
+    assert (record["kind"], record["model"], record["preset"]) == ("training", "small", None)
+    assert record["settings"] == asdict(settings)
+    assert (record["steps"], record["tokens"], record["extensions"]) == (12, 12 * 192, [])
+    lines = Metrics.read(validated)
+    assert record["validation_loss"] == lines[-1]["validation_loss"]
+    assert record["final_loss"] == final_loss(lines) != lines[-1]["loss"] / 2
+    assert record["seconds"] == pytest.approx(sum(line["seconds"] for line in lines))
+    assert record["data"]["documents"] == 48
+    assert record["validation"] == {"split": "train[80%:]", "documents": 12, "tokens": 576}
+    assert record["versions"]["torch"] == torch.__version__
+    assert datetime.fromisoformat(record["date"]).tzinfo is not None
+
+
+def test_a_run_starts_with_a_header(write_config, capsys, tmp_path):
+    changes = HELD_OUT | {"training": {"steps": 4}, "checkpoints": {"every": 2}}
+    train(load_settings(write_config(**changes, name="[bold]odd")))
+    header = capsys.readouterr().err
+    parameters = OSDNForCausalLM.from_pretrained(tmp_path / "run" / "model").num_parameters()
+    for text in (
+        f"run         [bold]odd in {tmp_path / 'run'}\n",
+        f"{parameters:,} parameters",
+        "1 × cpu, float32\n",
+        "split train[:80%], 48 documents, ",
+        "split train[80%:], 576 tokens every 5 steps and at the end\n",
+        "4 of 192 tokens: 768 tokens, 0.0",
+        "from the beginning\n",
+    ):
+        assert text in header
+    (tmp_path / "run" / "model").rename(tmp_path / "gone")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    train(load_settings(write_config(**changes, name="[bold]odd")))
+    assert "continues from step 2\n" in capsys.readouterr().err
 
 
 def test_a_directory_is_trained_in_by_one_process(write_config, tmp_path):
@@ -214,11 +412,30 @@ def test_a_step_without_a_finite_gradient_changes_nothing_and_is_counted(write_c
     train(load_settings(write_config(training={"steps": 4}, checkpoints={"every": 1, "keep": 9})))
     lines = Metrics.read(tmp_path / "run")
     assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 1]
+    assert [line["loss_steps"] for line in lines] == [1, 1, 0, 1]
     assert lines[2]["grad_norm"] is None
+    assert lines[2]["loss"] is None
     files = [tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors" for step in (1, 2, 3, 4)]
     assert files[1].read_bytes() == files[2].read_bytes()
     assert files[2].read_bytes() != files[3].read_bytes()
     assert json.loads((files[3].parent / "position.json").read_text())["skipped_steps"] == 1
+
+
+def test_a_logged_loss_is_the_mean_of_the_steps_that_were_not_skipped(write_config, monkeypatch, tmp_path):
+    compute = PackedTrainer.compute_loss
+
+    def poisoned(self, *args, **kwargs):
+        return compute(self, *args, **kwargs) * (math.nan if self.state.global_step + 1 in (2, 5, 6) else 1)
+
+    monkeypatch.setattr(PackedTrainer, "compute_loss", poisoned)
+    for run, every in (("single", 1), ("pairs", 2)):
+        train(load_settings(write_config(run, training={"steps": 8}, logging={"every": every})))
+    single = [line["loss"] for line in Metrics.read(tmp_path / "single")]
+    assert [step for step, loss in enumerate(single, 1) if loss is None] == [2, 5, 6]
+    pairs = Metrics.read(tmp_path / "pairs")
+    assert [line["loss_steps"] for line in pairs] == [1, 2, 0, 2]
+    expected = [single[0], (single[2] + single[3]) / 2, None, (single[6] + single[7]) / 2]
+    assert [line["loss"] for line in pairs] == pytest.approx(expected)
 
 
 def test_too_many_skipped_steps_stop_the_run_with_the_reason(write_config, monkeypatch, tmp_path):

@@ -54,6 +54,14 @@ class Report:
     def passed(self) -> bool:
         return all(c.passed for c in self.statements) and all(v.as_expected for v in self.violations)
 
+    def summary(self) -> str:
+        """One line: how many statements hold, and how many broken hypotheses were noticed."""
+        held, found = sum(c.passed for c in self.statements), sum(v.as_expected for v in self.violations)
+        return (
+            f"{held} of {len(self.statements)} statements hold, "
+            f"{found} of {len(self.violations)} violations are detected"
+        )
+
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "theory.json"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from osdn.analysis import bench_gpu
-from osdn.analysis.bench_ops import Problem, on_cpu
+from osdn.benchmarks import gpu as bench_gpu
+from osdn.benchmarks.ops import Problem, on_cpu
 from osdn.cli import app
 from osdn.ops import delta_rule
 from tests.ops.problems import relative_error

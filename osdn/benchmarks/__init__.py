@@ -1,0 +1,1 @@
+"""Timings behind `osdn bench`: contenders take turns in one process, so that a slow spell hits them all."""

@@ -1,0 +1,156 @@
+"""The operators on a GPU: `osdn bench ops --device cuda`.
+
+The race of `osdn.benchmarks.ops` in bfloat16, timed by events on the GPU: backend `triton` against
+`chunkwise` and, where it can be imported, flash-linear-attention.  Calls are queued ten at a time, as a model
+queues its layers, so a time is the GPU's or, where that is shorter, Python's for the launches.  The last
+column is the least that an H100's data sheet implies (osdn/ops/triton/roofline.py).  Results go to
+runs/bench/gpu.json.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from osdn.benchmarks.ops import (
+    BACKBONES,
+    SEED,
+    Call,
+    Problem,
+    console,
+    forward,
+    forward_backward,
+    race,
+    show,
+    variants,
+)
+from osdn.ops import available_backends, delta_rule, online_scaled_delta_rule, triton
+from osdn.ops.checks import Scaling
+from osdn.results.store import save_json
+
+LENGTHS = (2048, 8192, 32768, 65536)
+CHUNKWISE_UP_TO = 8192
+DECAYS = {
+    "delta_net": "none",
+    "osdn": "none",
+    "gdn": "head",
+    "osgdn": "head",
+    "kda": "channel",
+    "oskda": "channel",
+}
+FLA = {"delta_net": "delta_rule", "gdn": "gated_delta_rule", "kda": "kda"}
+ONLINE = {"delta_net": "osdn", "gdn": "osgdn", "kda": "oskda"}
+Clock = Callable[[Call, int], float]
+
+
+def on_gpu(call: Call, repeat: int) -> float:
+    """Milliseconds of one of `repeat` calls on the current device."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeat):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeat
+
+
+def fla(form: str) -> dict[str, Any]:
+    """flash-linear-attention's functions, where it is installed: `form` is chunk or fused_recurrent."""
+    found = {}
+    for name, rule in FLA.items():
+        with suppress(ImportError):
+            found[name] = getattr(import_module(f"fla.ops.{rule}"), f"{form}_{rule}")
+    return found
+
+
+def gates(p: Problem) -> dict[str, dict[str, Any]]:
+    """The decay of every backbone, as flash-linear-attention calls it."""
+    return {"delta_net": {}, "gdn": {"g": p.decay}, "kda": {"g": p.channel_decay}}
+
+
+def contenders(p: Problem) -> dict[str, Any]:
+    """The variants and their peers, for sequences."""
+    found = variants(p, "triton")
+    if p.shape["T"] <= CHUNKWISE_UP_TO:
+        found |= variants(p, "chunkwise", BACKBONES)
+    for name, f in fla("chunk").items():
+        peer = partial(f, **gates(p)[name])
+        found[f"{name}, fla"] = lambda q, k, v, b, f=peer: f(q=q, k=k, v=v, beta=b)[0]
+    return found
+
+
+def decoding(p: Problem) -> dict[str, Call]:
+    """One token with states in and out; `in place` writes the state over the one it read."""
+    q, k, v, beta = p.inputs
+    states: dict[str, Any] = {"initial_state": p.state, "output_final_state": True}
+    settings = Scaling(0.003, (0.5, 2.0), True, 1e-6)
+    calls: dict[str, Call] = {}
+    for name in BACKBONES:
+        decay, own = gates(p)[name].get("g"), p.state.clone()
+        common: dict[str, Any] = {**states, "log_decay": decay, "backend": "triton"}
+        calls[f"{name}, triton"] = partial(delta_rule, q, k, v, beta, **common)
+        calls[f"{ONLINE[name]}, triton"] = partial(
+            online_scaled_delta_rule, q, k, v, beta, initial_scale=p.scale, **common
+        )
+        calls[f"{ONLINE[name]}, triton, in place"] = partial(
+            triton.decode_, q, k, v, beta, 1.0, p.scale, settings, decay, own, k.shape[3] ** -0.5
+        )
+    for name, f in fla("fused_recurrent").items():
+        calls[f"{name}, fla"] = partial(f, q=q, k=k, v=v, beta=beta, **gates(p)[name], **states)
+    return {name: torch.no_grad()(call) for name, call in calls.items()}
+
+
+def implied(name: str, shape: dict[str, int], backward: bool) -> float:
+    """Milliseconds that an H100's data sheet implies for a variant of ours."""
+    from osdn.ops.triton import roofline
+
+    plain = name.removesuffix("-apf")
+    phases = roofline.costs(**shape, decay=DECAYS[plain], retention=plain != name, backward=backward)
+    return sum(c.seconds for phase in phases[plain in BACKBONES :] for c in phase) * 1e3
+
+
+def measure(p: Problem, rounds: int, clock: Clock) -> list[dict[str, Any]]:
+    """Forward, and forward and backward, of all that runs on this problem."""
+    found = contenders(p)
+    dtype = str(p.inputs[0].dtype).removeprefix("torch.")
+    where = " ".join(f"{name}={value}" for name, value in p.shape.items()) + f", {dtype}"
+    tables = []
+    for title, timed in (
+        (f"forward, {where}", forward),
+        (f"forward and backward, {where}", forward_backward),
+    ):
+        calls = {name: timed(p, f) for name, f in found.items()}
+        result = race(calls, rounds, title, repeat=10, clock=clock)
+        for name in variants(p, "triton"):
+            backward = timed is forward_backward
+            result[name]["implied"] = implied(name.removesuffix(", triton"), p.shape, backward)
+        tables.append({"title": title, "ms": result, **p.shape})
+        show(tables[-1])
+    return tables
+
+
+def run(quick: bool, rounds: int, output: Path, device: str) -> None:
+    """All tables, printed and saved; `quick` is the shortest length and decoding."""
+    if device.split(":")[0] != "cuda":
+        raise ValueError(
+            f"device is {device!r}; it must be cpu, cuda (NVIDIA or AMD) or one of them, as cuda:1"
+        )
+    if "triton" not in available_backends("cuda"):
+        console.print("no CUDA or ROCm device, or no package triton: nothing was measured")
+        return
+    with torch.cuda.device(device):
+        tables = []
+        for T in LENGTHS[:1] if quick else LENGTHS:
+            tables += measure(Problem(1, T, 8, 128, 128, device, torch.bfloat16), rounds, on_gpu)
+        one = Problem(1, 1, 8, 128, 128, device, torch.bfloat16)
+        title = "decoding one token, B=1 H=8 K=V=128, bfloat16"
+        result = race(decoding(one), 3 * rounds, title, repeat=100, clock=on_gpu)
+        tables.append({"title": title, "ms": result, **one.shape})
+        show(tables[-1])
+        name = torch.cuda.get_device_name()
+    record = {"kind": "operators", "gpu": name, "seed": SEED, "rounds": rounds, "tables": tables}
+    console.print(f"saved to {save_json(output / 'gpu.json', record)}")

@@ -1,0 +1,175 @@
+"""Inference throughput by the protocol of the paper's appendix "Inference Throughput Protocol and Results".
+
+One sequence, one forward call over the prompt, then greedy tokens one by one through the cache; two
+warm-ups, five timed repeats, medians; tokens per second are (prompt + generated) / (prefill + decoding time).
+Models of one block take turns within each repeat, so that a slow spell of the machine hits them alike, and
+presets of one block hold the very same weights: what is left between them is the online scaling.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from osdn.models import PRESETS, OSDNConfig, OSDNForCausalLM, describe
+from osdn.models.checkpoints import load_model, usable_device
+from osdn.models.describe import load_config
+from osdn.models.identity import Identity, identify
+from osdn.models.identity import block as block_of
+
+PREFILL, DECODE = 2048, 128
+WARM_UPS, REPEATS = 2, 5
+SEED = 0
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Timed:
+    """A model, and what was measured of it."""
+
+    identity: Identity
+    model: OSDNForCausalLM
+    times: list[tuple[float, float]] = field(default_factory=list)  # milliseconds of prefill and decoding
+
+
+def throughput(
+    models: list[str],
+    *,
+    device: str = "cpu",
+    prefill: int = PREFILL,
+    decode: int = DECODE,
+    warm_ups: int = WARM_UPS,
+    repeats: int = REPEATS,
+    progress: Progress = lambda name: None,
+) -> dict[str, Any]:
+    """Times models, one block after the other, and returns what goes into the result file.
+
+    Each is a preset or the folder of a saved model.  A preset's weights are random: time does not depend on
+    them.  They are bfloat16 on a GPU, as in the paper, and float32 on a CPU.
+    """
+    usable_device(device)
+    rows: list[dict[str, Any]] = []
+    for block in blocks(models):
+        timed = build(block, device)
+        vocabulary = timed[0].model.config.vocab_size
+        ids = torch.randint(vocabulary, (1, prefill), generator=torch.Generator().manual_seed(SEED)).to(
+            device
+        )
+        for turn in range(warm_ups + repeats):
+            for one in _rotated(timed, turn):
+                one.times.append(generate(one.model, ids, decode))
+                progress(one.identity.model)
+        for one in timed:
+            del one.times[:warm_ups]
+        rows += summarise(timed, prefill + decode)
+    return {
+        "kind": "throughput",
+        "seed": SEED,
+        "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu",
+        "dtype": str(_dtype(device)).removeprefix("torch."),
+        "prefill": prefill,
+        "decode": decode,
+        "warm_ups": warm_ups,
+        "repeats": repeats,
+        "rows": rows,
+    }
+
+
+def expand(names: list[str]) -> list[str]:
+    """Presets and saved models as they are; a size such as tiny is all of its presets."""
+    found: list[str] = []
+    for name in names:
+        sized = [preset for preset in PRESETS if preset.endswith(f"-{name}")]
+        if not sized and name not in PRESETS and not Path(name).is_dir():
+            raise ValueError(f"there is no preset, size or folder {name}; presets: {', '.join(PRESETS)}")
+        found += sized or [name]
+    return list(dict.fromkeys(found))
+
+
+def blocks(models: list[str]) -> list[list[str]]:
+    """The models of one block together, those without online scaling first; each is timed once."""
+    configs = {name: load_config(name) for name in models}
+    found: dict[str, list[str]] = {block_of(config): [] for config in configs.values()}
+    for name in sorted(configs, key=lambda name: configs[name].preconditioner is not None):
+        found[block_of(configs[name])].append(name)
+    return list(found.values())
+
+
+def build(block: list[str], device: str) -> list[Timed]:
+    """The models of one block; presets share all parameters they have in common, saved models keep theirs."""
+    torch.manual_seed(SEED)
+    built: list[Timed] = []
+    shared: dict[str, torch.nn.Parameter] = {}
+    for name in block:
+        if name in PRESETS:
+            model = OSDNForCausalLM(OSDNConfig.from_preset(name)).to(device, _dtype(device)).eval()
+            for path, parameter in list(model.named_parameters()):
+                module, _, leaf = path.rpartition(".")
+                model.get_submodule(module).register_parameter(leaf, shared.setdefault(path, parameter))
+        else:
+            model = load_model(name, device).to(_dtype(device))
+        built.append(Timed(identify(model, name), model))
+    return built
+
+
+@torch.inference_mode()
+def generate(model: OSDNForCausalLM, ids: Tensor, decode: int) -> tuple[float, float]:
+    """Milliseconds of one forward over the prompt, and of `decode` greedy tokens after it."""
+    cache = DynamicCache(config=model.config)
+    marks = [_now(ids.device)]
+    token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+    marks.append(_now(ids.device))
+    for _ in range(decode):
+        token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+    marks.append(_now(ids.device))
+    return (marks[1] - marks[0]) * 1e3, (marks[2] - marks[1]) * 1e3
+
+
+def summarise(block: list[Timed], tokens: int) -> list[dict[str, Any]]:
+    """A row per model of a block; differences are to its baseline, in per cent of tokens per second.
+
+    `change` compares the medians, as the paper does; `paired_change` is the median of the comparisons within
+    a repeat, which a machine that slows down in the middle does not disturb.
+    """
+    base = block[0] if block[0].identity.baseline else None
+    rows: list[dict[str, Any]] = []
+    for one in block:
+        prefill, decode = (statistics.median(column) for column in zip(*one.times))
+        costs = describe(one.model)
+        row = {
+            **one.identity.record(),
+            "tokens_per_second": tokens / (prefill + decode) * 1e3,
+            "prefill_ms": prefill,
+            "decode_ms": decode,
+            "state_mib": costs.state_mib + costs.scale_mib,
+            "compared_with": None,
+            "times_ms": one.times,
+        }
+        if base is not None and one is not base:
+            row["compared_with"] = base.identity.model
+            row["change"] = 100 * (row["tokens_per_second"] / rows[0]["tokens_per_second"] - 1)
+            ratios = [sum(theirs) / sum(ours) for theirs, ours in zip(base.times, one.times)]
+            row["paired_change"] = 100 * (statistics.median(ratios) - 1)
+        rows.append(row)
+    return rows
+
+
+def _rotated(block: list[Timed], turn: int) -> Iterator[Timed]:
+    """Everyone goes first as often as the others."""
+    yield from (block[(i + turn) % len(block)] for i in range(len(block)))
+
+
+def _dtype(device: str) -> torch.dtype:
+    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

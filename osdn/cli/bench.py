@@ -1,0 +1,77 @@
+"""`osdn bench`: timings, each comparing within one process."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from osdn.terminal import Device, console, made, plain_errors, progress_bar, show
+
+app = typer.Typer(help="Timings.", no_args_is_help=True)
+Output = Annotated[Path, typer.Option(help="Folder for the results.")]
+
+
+@app.callback()
+def bench_main() -> None:
+    """Timings: each compares within one process; run them on an idle machine."""
+
+
+@app.command("throughput")
+def throughput(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="Presets, checkpoints, or a size for all of its presets: 340m, tiny, 1.3b."),
+    ] = None,
+    device: Device = "cpu",
+    output: Output = Path("runs/bench"),
+) -> None:
+    """Prefill and greedy decoding by the paper's protocol, all models back to back."""
+    from osdn.benchmarks.throughput import REPEATS, WARM_UPS, expand
+    from osdn.benchmarks.throughput import throughput as run
+    from osdn.results.store import save_json
+    from osdn.results.summaries import throughput_table
+
+    with plain_errors():
+        names = expand(models or ["340m"])
+        made(output)
+        with progress_bar() as progress:
+            bar = progress.add_task("throughput", total=len(names) * (WARM_UPS + REPEATS))
+
+            def advance(name: str) -> None:
+                progress.update(bar, advance=1, description=name)
+
+            result = run(names, device=device, progress=advance)
+        show(throughput_table(result))
+        console.print(str(save_json(output / "throughput.json", result)), soft_wrap=True)
+
+
+@app.command("ops")
+def ops(
+    quick: Annotated[bool, typer.Option(help="Only the main table and decoding.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds per table.")] = 9,
+    device: Device = "cpu",
+    output: Output = Path("runs/bench"),
+) -> None:
+    """The operators against their peers."""
+    from osdn.benchmarks.ops import run
+
+    with plain_errors():
+        run(quick, rounds, made(output), device)
+
+
+@app.command("training")
+def training(
+    config: Annotated[str, typer.Option(help="A training config.")] = "tiny/osdn",
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 12,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 3,
+    output: Output = Path("runs/bench"),
+) -> None:
+    """The packed trainer against a bare loop."""
+    from osdn.benchmarks.training import run
+
+    with plain_errors():
+        result = run(config, steps, rounds, made(output))
+    rates = result["tokens_per_second"]
+    console.print(f"bare loop  {rates['loop']:10,.0f} tokens/s")
+    console.print(f"trainer    {rates['trainer']:10,.0f} tokens/s, {100 * result['share']:.1f} % of it")
+    console.print(str(output / "training.json"), soft_wrap=True)

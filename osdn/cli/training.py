@@ -1,0 +1,66 @@
+"""`osdn train`, `osdn convert` and `osdn tokenizer`."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from osdn.terminal import console, plain_errors
+
+
+def train(
+    config: Annotated[
+        str, typer.Argument(help="A shipped config, such as tiny/osdn, or a YAML file of your own.")
+    ],
+    replace: Annotated[
+        list[str] | None, typer.Argument(help="Values to replace, such as training.steps=100.")
+    ] = None,
+) -> None:
+    """Train a model as a config says; started again, it continues."""
+    from osdn.training.settings import load_settings
+    from osdn.training.trainer import TrainingError
+    from osdn.training.trainer import train as run
+
+    with plain_errors(TrainingError):
+        result = run(load_settings(config, replace or []))
+    if os.environ.get("RANK", "0") == "0":
+        console.print(f"{result} is ready for from_pretrained", soft_wrap=True)
+
+
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run, sharded or not.")],
+    output: Annotated[Path, typer.Argument(help="The directory to write.")],
+) -> None:
+    """Turn a training checkpoint into a directory for from_pretrained."""
+    from osdn.training.checkpoints import convert as run
+
+    with plain_errors():
+        console.print(f"{run(checkpoint, output)} is ready for from_pretrained", soft_wrap=True)
+
+
+tokenizer = typer.Typer(help="Vocabularies.", no_args_is_help=True)
+
+
+@tokenizer.callback()
+def tokenizer_main() -> None:
+    """Vocabularies."""
+
+
+@tokenizer.command("train")
+def tokenizer_train(
+    source: Annotated[str, typer.Argument(help="stdlib, a file, a directory or a data set of the hub.")],
+    output: Annotated[Path, typer.Argument(help="The directory to write.")],
+    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32_000,
+    name: Annotated[str | None, typer.Option(help="Configuration of a data set of the hub.")] = None,
+    split: Annotated[str, typer.Option(help="Which part of the source.")] = "train",
+    text_column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
+) -> None:
+    """Train a byte-pair vocabulary on a source."""
+    from osdn.training.data import load_source, train_tokenizer
+
+    with plain_errors():
+        data = load_source(source, name=name, split=split, text_column=text_column, streaming=True)
+        found = train_tokenizer((row["text"] for row in data), vocab_size)
+        found.save_pretrained(output)
+        console.print(f"{output} has {len(found):,} tokens", soft_wrap=True)

@@ -1,0 +1,84 @@
+"""The lab's results as tables and sentences: means over seeds, and paired differences to the baseline."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from osdn.results.names import title
+from osdn.results.statistics import Difference, Estimate
+from osdn.results.tables import Cell, Row, Table
+
+METRICS = {
+    "accuracy": "accuracy",
+    "accuracy_2x": "accuracy with twice the pairs",
+    "q_geo": "residual ratio",
+    "loss": "validation loss",
+    "perplexity": "validation perplexity",
+}
+
+
+def experiment_table(rows: Sequence[dict[str, Any]], name: str) -> Table:
+    """The rows of a summary, metric by metric."""
+    seeds = rows[0]["value"]["seeds"]
+    found: list[Row] = []
+    for metric in dict.fromkeys(row["metric"] for row in rows):
+        found.append(Row(METRICS.get(metric, metric.replace("_", " ")), [], rule=True, heading=True))
+        for row in (row for row in rows if row["metric"] == metric):
+            value, difference = estimate_of(row["value"]), difference_of(row["difference"])
+            cells = [_cell(value), Cell("") if difference is None else _cell(difference)]
+            if difference is None or math.isnan(difference.p_value):
+                cells.append(Cell(""))
+            else:
+                cells.append(Cell(f"{difference.p_value:.2g}", best=difference.seen))
+            found.append(Row(title(row["variant"]), cells))
+    count = f"{seeds} seed{'s' * (seeds > 1)}"
+    interval = " [95 %]" if seeds > 1 else ""
+    note = "" if seeds > 1 else "One seed: no interval, and no difference that could be told from chance."
+    return Table(f"{name}, {count}", [f"mean{interval}", f"difference{interval}", "p"], found, note)
+
+
+def conclusion(difference: Difference) -> str:
+    """What a paired difference allows to be said."""
+    d, n = difference, difference.seeds
+    if not math.isfinite(d.mean):
+        return f"was not a finite number in every run ({n} seeds)"
+    if n == 1:
+        return f"differs by {d.mean:+.3f} in one seed, which tells nothing"
+    if d.low <= 0 <= d.high:
+        return f"shows no difference at this scale ({d}, {n} seeds)"
+    direction = "higher" if d.mean > 0 else "lower"
+    if d.seen:
+        return f"is {direction} ({d}, {n} seeds, p = {d.p_value:.2g})"
+    return f"came out {direction} ({d}), but {n} seeds cannot tell it from chance (p = {d.p_value:.2g})"
+
+
+def verdict(rows: Sequence[dict[str, Any]], metric: str, what: str) -> str:
+    """One sentence about a metric: which variants differ from their baseline, or that none does."""
+    found = [(title(r["variant"]), difference_of(r["difference"])) for r in rows if r["metric"] == metric]
+    compared = [(name, d) for name, d in found if d is not None]
+    if not compared:
+        return f"{what}: there is nothing to compare with."
+    seen = [f"{name} is {'higher' if d.mean > 0 else 'lower'} ({d})" for name, d in compared if d.seen]
+    base = title(next(r["baseline"] for r in rows if r["metric"] == metric and r["difference"]))
+    if not seen:
+        closest = "; ".join(f"{name} {d}" for name, d in compared)
+        return f"{what}: no difference to {base} that {compared[0][1].seeds} seeds can show ({closest})."
+    same = [name for name, d in compared if not d.seen]
+    rest = f"; {', '.join(same)} {'does' if len(same) == 1 else 'do'} not differ measurably" if same else ""
+    return f"{what}, against {base}: {'; '.join(seen)}{rest}."
+
+
+def estimate_of(record: dict[str, Any]) -> Estimate:
+    return Estimate(record["mean"], record["low"], record["high"], record["seeds"])
+
+
+def difference_of(record: dict[str, Any] | None) -> Difference | None:
+    if record is None:
+        return None
+    names = ("mean", "low", "high", "seeds", "p_value")
+    return Difference(*(record[name] for name in names))
+
+
+def _cell(value: Estimate) -> Cell:
+    mean, _, interval = str(value).partition(" ")
+    return Cell(mean, interval)

@@ -1,0 +1,188 @@
+"""One page of all results there are: what was found, then the paper's tables and figures in its order.
+
+Only what has results is shown; `everything` adds the paper's full grid with what was not run.
+"""
+
+import os
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from osdn.results import comparison as comparing
+from osdn.results import plots
+from osdn.results.columns import DIAGNOSTIC, GENERAL, PG19, TABLES, TRAINING, PaperTable
+from osdn.results.comparison import Comparison, baseline
+from osdn.results.experiments import experiment_table, verdict
+from osdn.results.page import figure, section, table, write_page
+from osdn.results.scores import Score
+from osdn.results.store import Store, model_key
+from osdn.results.tables import Cell, Row, Table, number
+
+# What the headline compares with a block's baseline: words, column, digits, unit, and whether more is better.
+CLAIMS = (
+    ("repeated recall", "repeated_change", 3, "", True),
+    ("log perplexity", "nll_change", 3, "", False),
+    ("final training loss", "loss_change", 3, "", False),
+    ("speed", "throughput_change", 1, " %", True),
+)
+
+
+def write_report(store: Store, path: Path, everything: bool = False) -> Path:
+    """Write the page."""
+    comparisons = comparing.compare(store)
+    body = [_headline(comparisons, store)]
+    for spec in TABLES:
+        body += _paper_section(spec, comparisons, store, everything)
+    body += _experiments(store)
+    body += [section(f"Operators: {name}", *parts) for name, parts in _operators(store).items()]
+    body.append(section("What was read", table(_files(store, path), heading=False), *_unreadable(store)))
+    models = len(store.models())
+    lead = (
+        f"{models} model{'s' * (models != 1)}, {len(store.files)} result files. The paper's tables and "
+        f"figures in its order, with what was measured here; the paper's own numbers are in grey italics."
+    )
+    return write_page(path, "Online Scaled DeltaNet: results", f"<p>{lead}</p>", body, "osdn report")
+
+
+def _headline(comparisons: list[Comparison], store: Store) -> str:
+    found = [words for comparison in comparisons for words in findings(comparison)]
+    for _, content in store.experiments:
+        metric = "accuracy" if content["experiment"] == "recall" else "loss"
+        if any(row["metric"] == metric and row["difference"] for row in content["rows"]):
+            found.append(
+                verdict(
+                    content["rows"],
+                    metric,
+                    f"Lab, {content['experiment']} ({content['description']}), {metric}",
+                )
+            )
+    if not found:
+        found = ["No model can be compared with a baseline of its block yet."]
+    return f'<ul class="verdicts">{"".join(f"<li>{escape(words)}</li>" for words in found)}</ul>'
+
+
+def findings(comparison: Comparison) -> Iterator[str]:
+    """One sentence per model that has a baseline to be compared with."""
+    suffix = f" ({comparison.protocol})" if comparison.protocol else ""
+    for model in comparison.models:
+        base = baseline(model, comparison.models)
+        if base is None:
+            continue
+        parts = [
+            f"{words} {_change(model.scores[key], digits, unit, more)}"
+            for words, key, digits, unit, more in CLAIMS
+            if key in model.scores
+        ]
+        if parts:
+            yield f"{model.label} against {base.label}{suffix}: {'; '.join(parts)}."
+
+
+def _change(score: Score, digits: int, unit: str, more_is_better: bool) -> str:
+    text = f"{number(score.value, digits, True)}{unit}"
+    if score.error is None:
+        return f"{text} (one run, error unknown)"
+    text = f"{text} ± {number(score.error, digits)}{unit}"
+    if abs(score.value) < 2 * score.error:
+        return f"{text} (within two standard errors)"
+    return f"{text} ({'better' if (score.value > 0) == more_is_better else 'worse'})"
+
+
+def _paper_section(
+    spec: PaperTable, comparisons: list[Comparison], store: Store, everything: bool
+) -> list[str]:
+    shown = [comparing.paper_table(comparison, spec) for comparison in comparisons]
+    found = [one for one in shown if one is not None]
+    if everything and not found:
+        empty = comparisons[0] if comparisons else Comparison("", [], {})
+        found = [one for one in [comparing.paper_table(empty, spec, everything=True)] if one is not None]
+    elif everything:
+        place = next(i for i, one in enumerate(shown) if one is not None)
+        full = comparing.paper_table(comparisons[place], spec, everything=True)
+        found[0] = full if full is not None else found[0]
+    drawn = _figures(spec, comparisons, store)
+    if not found and not drawn:
+        return []
+    parts = [table(one, heading=one.title != spec.title) for one in found]
+    return [section(spec.title, *parts, *(figure(one) for one in drawn))]
+
+
+def _figures(spec: PaperTable, comparisons: list[Comparison], store: Store) -> list[Figure]:
+    labels = store.labels()
+    if spec is DIAGNOSTIC:
+        newest = {labels[model_key(model)]: content for model, content in store.diagnoses}
+        drawn = plots.diagnosis(newest) if newest else {}
+        return [drawn[name] for name in ("contraction", "heads", "scale") if name in drawn]
+    if spec is TRAINING:
+        runs = {labels[model_key(run.model)]: run.lines for run in store.runs if run.lines}
+        return [plots.losses(runs)] if runs else []
+    name = "summary" if spec is GENERAL else "pg19" if spec is PG19 else ""
+    found = [comparing.figures(comparison).get(name) for comparison in comparisons] if name else []
+    return [one for one in found if one is not None]
+
+
+def _experiments(store: Store) -> list[str]:
+    names = [content["experiment"] for _, content in store.experiments]
+    found = []
+    for folder, content in store.experiments:
+        name = f"Lab: {content['experiment']}"
+        where = f" — {folder}" if names.count(content["experiment"]) > 1 else ""
+        shown = experiment_table(content["rows"], content["description"])
+        found.append(section(f"{name}{where}", table(shown)))
+    return found
+
+
+def _operators(store: Store) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for content in store.operators:
+        for one in content["tables"]:
+            found.setdefault(content["device"], []).append(table(operator_table(one)))
+    return found
+
+
+def operator_table(content: dict[str, Any]) -> Table:
+    """Milliseconds of the operators and their peers, with what each is against the limit."""
+    rows = content["ms"]
+    columns = {"best ms": "min", "median ms": "median", "× limit": "ratio", "H100 data sheet": "implied"}
+    columns = {title: key for title, key in columns.items() if any(key in row for row in rows.values())}
+    peer = next((row["min"] for name, row in rows.items() if "transformers" in name), None)
+    head = [*columns, *(["× transformers"] if peer else [])]
+    found = []
+    if content.get("limit_ms"):
+        limit = {"min": content["limit_ms"], "ratio": 1.0}
+        cells = [Cell(_milliseconds(limit.get(key), key)) for key in columns.values()]
+        found.append(Row("limit", [*cells, *([Cell("")] if peer else [])], faint=True))
+    for name, row in rows.items():
+        cells = [Cell(_milliseconds(row.get(key), key)) for key in columns.values()]
+        found.append(Row(name, [*cells, *([Cell(f"{peer / row['min']:.1f}")] if peer else [])]))
+    return Table(content["title"], head, found)
+
+
+def _milliseconds(x: float | None, key: str) -> str:
+    return "" if x is None else f"{x:.{2 if key == 'ratio' else 3}f}"
+
+
+def _files(store: Store, page: Path) -> Table:
+    """Every file, with what it measured and when."""
+    labels = store.labels()
+    rows = []
+    for file in store.files:
+        measured = [m for m in store.measurements if m.file == file]
+        models = ", ".join(dict.fromkeys(labels[model_key(m.model)] for m in measured))
+        data = "; ".join(dict.fromkeys(str(m.data) for m in measured if m.data.source))
+        protocol = ", ".join(dict.fromkeys(m.protocol for m in measured if m.protocol))
+        cut = max((m.cut for m in measured), default=0)
+        date = max((m.date for m in measured), default="")[:16].replace("T", " ")
+        cells = [models, data, protocol, f"{cut:,}" if cut else "", date]
+        rows.append(Row(os.path.relpath(file, page.parent), [Cell(text) for text in cells]))
+    head = ["model", "data", "protocol", "cut prompts", "date, UTC"]
+    return Table("What was read", head, rows, left=range(5), links=True)
+
+
+def _unreadable(store: Store) -> list[str]:
+    if not store.unreadable:
+        return []
+    items = "".join(f"<li>{escape(str(p))}: {escape(why)}</li>" for p, why in store.unreadable.items())
+    return [f"<p>Not understood, and left out:</p><ul>{items}</ul>"]

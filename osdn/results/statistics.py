@@ -1,0 +1,69 @@
+"""Means over seeds with their uncertainty, and differences between runs that share a seed.
+
+A bootstrap interval over few seeds is too narrow (of three it is their range), so a paired difference also
+carries the probability that random signs would give as large a mean: it says what so many seeds can tell.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds and the 95 % interval of its percentile bootstrap (Efron 1979)."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+    def __str__(self) -> str:
+        interval = f" [{self.low:.3f}, {self.high:.3f}]" if self.seeds > 1 else ""  # one seed has no spread
+        return f"{self.mean:.3f}{interval}"
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """A mean of paired differences; `p_value` is of the sign-flip test (Fisher 1935), two-sided.
+
+    It is exact for up to 14 seeds, beyond from random signs, and NaN where a value is not finite.
+    """
+
+    p_value: float
+
+    def __str__(self) -> str:
+        interval = f" [{self.low:+.3f}, {self.high:+.3f}]" if self.seeds > 1 else ""
+        return f"{self.mean:+.3f}{interval}"
+
+    @property
+    def seen(self) -> bool:
+        """Whether the interval leaves zero out and chance is an unlikely explanation."""
+        return (self.low > 0 or self.high < 0) and self.p_value <= 0.05
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of `values`, one per seed, with its interval."""
+    x = np.asarray(values, float)
+    draws = np.random.default_rng(0).integers(len(x), size=(RESAMPLES, len(x)))
+    low, high = np.quantile(x[draws].mean(1), [0.025, 0.975])
+    return Estimate(float(x.mean()), float(low), float(high), len(x))
+
+
+def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
+    """`values - baseline`, both one per seed and in the same order."""
+    x = np.asarray(values, float) - np.asarray(baseline, float)
+    e = estimate(x.tolist())
+    if len(x) <= 14:  # all sign patterns
+        signs = np.array(list(product((-1, 1), repeat=len(x))))
+    else:  # the one that was seen, and random ones
+        drawn = np.random.default_rng(0).choice((-1, 1), size=(RESAMPLES, len(x)))
+        signs = np.concatenate([np.ones((1, len(x))), drawn])
+    means = np.abs((signs * x).mean(1))
+    p_value = float((means >= abs(x.mean()) * (1 - 1e-12)).mean()) if np.isfinite(x).all() else math.nan
+    return Difference(e.mean, e.low, e.high, e.seeds, p_value)

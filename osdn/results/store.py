@@ -1,0 +1,362 @@
+"""Result files: how they are written, and the one reader that everything which shows results goes through.
+
+A file names its model by an `Identity` (name, preset, digest of the weights, block) and says what was
+measured: the protocol (limit, window, dtype, ...) and the data (source, number of documents, digest).  Read
+back, it becomes measurements, one per column.  Two measurements are the same only if model, weights, column,
+protocol and data are; then the newer one counts.  A file that cannot be understood is named, never half read.
+"""
+
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from osdn.models.identity import DIGITS, Identity
+from osdn.results.names import title
+from osdn.results.scores import Score
+
+METRICS, TRAINING = "metrics.jsonl", "training.json"  # a training run's log, and what it was
+# A protocol is spelled out in a table's title only where it departs from this.
+STANDARD = {
+    "window": 1000, "dtype": "float32", "context": 4096, "block": 20_480,  # osdn eval
+    "count": 16, "length": 2048,  # osdn diagnose
+    "prefill": 2048, "decode": 128,  # osdn bench throughput
+}  # fmt: skip
+WORDS = {"max_length": "max length"}
+
+
+def now() -> str:
+    """The time as result files state it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def digest(rows: Iterable[Any]) -> str:
+    """The beginning of a SHA-256 over rows of data in their order, whatever the order of a row's fields.
+
+    >>> digest([{"text": "a", "label": 1}]) == digest([{"label": 1, "text": "a"}])
+    True
+    """
+    total = hashlib.sha256()
+    for row in rows:
+        total.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return total.hexdigest()[:DIGITS]
+
+
+def environment() -> dict[str, Any]:
+    """Date, versions and machine, for the head of a result file."""
+    packages = {}
+    for name in ("osdn", "torch", "transformers", "datasets", "lm_eval", "triton"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": now(),
+        "versions": {"python": platform.python_version(), **packages},
+        "machine": {"cpu": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+    }
+
+
+def save_json(path: str | Path, content: dict[str, Any]) -> Path:
+    """Write `content` under the current environment; a reader never sees half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**environment(), **content}, indent=2)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text + "\n")
+    partial.replace(path)
+    return path
+
+
+@dataclass(frozen=True)
+class Data:
+    """What was read; the digest decides whether two results are about the same documents."""
+
+    source: str
+    documents: int | None = None
+    digest: str | None = None
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "Data":
+        split = record.get("split")
+        source = ", ".join(str(part) for part in (record["source"], record.get("name"), split) if part)
+        return cls(source, record.get("documents"), record.get("digest"))
+
+    def __str__(self) -> str:
+        count = "" if self.documents is None else f", {self.documents:,} documents"
+        return f"{self.source}{count}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One number of one model."""
+
+    model: Identity
+    column: str
+    score: Score
+    file: Path
+    date: str
+    protocol: str = ""  # in words, what departs from the standard
+    data: Data = Data("")
+    cut: int = 0  # prompts that were cut
+    documents: np.ndarray | None = field(default=None, compare=False)  # what each document scored
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (*model_key(self.model), self.column, self.protocol, self.data.digest or self.data.source)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run's losses."""
+
+    model: Identity
+    folder: Path
+    lines: list[dict[str, Any]]  # of its log
+
+
+@dataclass
+class Store:
+    """All results under some folders."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    diagnoses: list[tuple[Identity, dict[str, Any]]] = field(default_factory=list)
+    experiments: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)  # of the lab
+    operators: list[dict[str, Any]] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    unreadable: dict[Path, str] = field(default_factory=dict)  # and why
+
+    def models(self) -> list[Identity]:
+        """Every model that there is a result of, blocks together, each block's baseline first."""
+        found: dict[tuple[Any, ...], Identity] = {}
+        for identity in self._identities():
+            found.setdefault(model_key(identity), identity)
+        blocks = list(dict.fromkeys(model.block for model in found.values()))
+        return sorted(found.values(), key=lambda m: (blocks.index(m.block), not m.baseline))
+
+    def labels(self) -> dict[tuple[Any, ...], str]:
+        """What each model is called: its title, and where several share it, also where its weights lie."""
+        models = self.models()
+        trained = [model for model in models if model.weights is not None]
+        names = [model.model for model in trained]
+        places = [(model.model, model.checkpoint) for model in trained]
+        labels = {}
+        for model in models:
+            label = title(model.model)
+            if model.weights is not None and names.count(model.model) > 1:
+                twins = places.count((model.model, model.checkpoint)) > 1
+                label += f" ({model.checkpoint}{f', {model.weights[:6]}' if twins else ''})"
+            labels[model_key(model)] = label
+        return labels
+
+    def _identities(self) -> Iterator[Identity]:
+        # Presets that were only timed come last: their name is then a trained model's, if there is one.
+        found = [m.model for m in self.measurements] + [run.model for run in self.runs]
+        yield from sorted(found, key=lambda model: model.weights is None)
+
+
+def model_key(model: Identity) -> tuple[Any, ...]:
+    """Results with the same key are about the same model."""
+    return (model.model, model.weights)
+
+
+def read_results(paths: Iterable[str | Path]) -> Store:
+    """Everything under the paths that is a result; of several measurements of one thing the newest counts."""
+    store = Store()
+    found: dict[tuple[Any, ...], Measurement] = {}
+    for path in _candidates(map(Path, paths)):
+        try:
+            if path.name == METRICS:
+                measurements = _read_log(store, path)
+            else:
+                measurements = _read_file(store, path)
+        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+            what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            store.unreadable[path] = what or type(error).__name__
+            continue
+        if measurements is None:
+            continue  # a file of somebody else's
+        store.files.append(path)
+        for measurement in measurements:
+            before = found.get(measurement.key)
+            if before is None or before.date <= measurement.date:
+                found[measurement.key] = measurement
+    store.measurements = list(found.values())
+    return store
+
+
+def _candidates(paths: Iterable[Path]) -> list[Path]:
+    found: set[Path] = set()
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist; name a folder or file of results, such as runs")
+        files = [path] if path.is_file() else [*path.rglob("*.json"), *path.rglob(METRICS)]
+        found |= {f for f in files if not any(part.startswith("checkpoint-") for part in f.parts)}
+    return sorted(found)
+
+
+def _read_file(store: Store, path: Path) -> list[Measurement] | None:
+    """The measurements of a result file; None if it is none of ours."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        if path.parent.name == "model" or path.name.startswith("."):
+            return None
+        raise
+    readers = {
+        "evaluation": _read_evaluation,
+        "diagnosis": _read_diagnosis,
+        "throughput": _read_throughput,
+        "training": _read_training,
+    }
+    kind = content.get("kind") if isinstance(content, dict) else None
+    if kind in readers:
+        return readers[kind](store, path, content)
+    if kind == "lab":
+        store.experiments.append((path.parent, {**content, "rows": _checked_rows(content["rows"])}))
+    elif kind == "operators":
+        store.operators.append({"device": content.get("gpu") or content["machine"]["cpu"], **content})
+    else:
+        return None
+    return []
+
+
+def _identity(content: dict[str, Any]) -> Identity:
+    names = Identity.__dataclass_fields__
+    return Identity(**{name: content[name] for name in names})
+
+
+def _read_evaluation(store: Store, path: Path, content: dict[str, Any]) -> list[Measurement]:
+    model = _identity(content)
+    found = []
+    for task in content["tasks"].values():
+        date = task.get("date", content["date"])
+        documents = task.get("by_document", {})
+        for column, value in task["results"].items():
+            score = Score(_number(value), _error(task.get("errors", {}).get(column)))
+            by_document = np.array(documents[column], float) if column in documents else None
+            protocol, data = in_words(task["protocol"]), Data.of(task["data"])
+            cut = task.get("truncated", {}).get("prompts", 0)
+            found.append(Measurement(model, column, score, path, date, protocol, data, cut, by_document))
+    return found
+
+
+def _read_diagnosis(store: Store, path: Path, content: dict[str, Any]) -> list[Measurement]:
+    model, data, protocol = _identity(content), Data.of(content["data"]), in_words(content["protocol"])
+    columns = {key: content["all"][key] for key in ("q_geo", "q_arith")}
+    columns |= {f"q_{task}": summary["q_geo"] for task, summary in content["tasks"].items()}
+    store.diagnoses.append((model, content))
+    cut = content.get("truncated", {}).get("prompts", 0)
+    return [
+        Measurement(model, name, _interval(q), path, content["date"], protocol, data, cut)
+        for name, q in columns.items()
+        if q is not None
+    ]
+
+
+def _read_throughput(store: Store, path: Path, content: dict[str, Any]) -> list[Measurement]:
+    shown = ("tokens_per_second", "prefill_ms", "decode_ms", "paired_change", "state_mib")
+    protocol = in_words({key: content[key] for key in ("prefill", "decode")})
+    data = Data(f"{content['device']}, {content['dtype']}")
+    found = []
+    for row in content["rows"]:
+        values = {key: row[key] for key in shown if row.get(key) is not None}
+        if row.get("change") is not None:
+            values["throughput_change"] = row["change"]
+        found += [
+            Measurement(_identity(row), key, Score(_number(x)), path, content["date"], protocol, data)
+            for key, x in values.items()
+        ]
+    return found
+
+
+def _read_training(store: Store, path: Path, content: dict[str, Any]) -> list[Measurement]:
+    if not content["finished"]:
+        return []  # its losses so far are in its log
+    columns = {"final_loss": content["final_loss"], "validation_loss": content["validation_loss"]}
+    columns["training_mtokens"] = content["tokens"] / 1e6
+    data = Data.of(content["data"])
+    return [
+        Measurement(_identity(content), key, Score(_number(x)), path, content["date"], "", data)
+        for key, x in columns.items()
+        if x is not None
+    ]
+
+
+def _read_log(store: Store, path: Path) -> list[Measurement] | None:
+    """The losses of a run; its numbers are in `training.json` beside them."""
+    if not (path.parent / TRAINING).is_file():
+        return None  # somebody else's log
+    run = read_run(path.parent)
+    if not run.lines:
+        return None  # it has only begun
+    store.runs.append(run)
+    return []
+
+
+def read_run(folder: Path) -> Run:
+    """A training run and its losses."""
+    if not (folder / METRICS).is_file() or not (folder / TRAINING).is_file():
+        raise FileNotFoundError(f"{folder} is not the folder of a run: it has no {METRICS} and {TRAINING}")
+    lines = []
+    for line in (folder / METRICS).read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:  # a kill cut it off
+            continue
+    record = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+    return Run(_identity(record), folder, lines)
+
+
+def in_words(protocol: dict[str, Any]) -> str:
+    """What departs from the standard: {"limit": 10, "window": 1000} is "limit 10"."""
+    parts = []
+    for name, value in protocol.items():
+        if value is None or STANDARD.get(name) == value:
+            continue
+        parts.append(str(value) if name == "dtype" else f"{WORDS.get(name, name)} {value}")
+    return ", ".join(parts)
+
+
+def _interval(q: dict[str, float]) -> Score:
+    """A score from a 95 % interval."""
+    return Score(_number(q["value"]), (_number(q["high"]) - _number(q["low"])) / (2 * 1.96))
+
+
+def _number(x: Any) -> float:
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{x!r} stands where a number should")
+    return float(x)
+
+
+def _error(x: Any) -> float | None:
+    return None if x is None or not math.isfinite(_number(x)) else float(x)
+
+
+def _checked_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for row in rows:
+        for key in ("variant", "metric", "baseline"):
+            row[key].strip()
+        _number(row["value"]["mean"])
+    return rows
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

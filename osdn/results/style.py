@@ -1,0 +1,136 @@
+"""One look for every figure: fonts, grid, and a colour per model that is the same wherever it appears."""
+
+import io
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from osdn.results.names import title, variant_of
+
+STYLE: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "svg.fonttype": "none",  # text stays text: it can be searched, and scales with the page's font
+    "svg.hashsalt": "osdn",  # the same figure is the same bytes
+}
+styled = matplotlib.rc_context(STYLE)  # a decorator: matplotlib reads some settings only as it draws
+GREY = "#6b7482"
+INK = "#20242c"
+
+# A hue per backbone (slate, teal, violet), warm colours for online scaling on DeltaNet.
+COLOURS = {
+    "delta_net": "#4c566a",
+    "osdn": "#2a6fbb",
+    "osdn-apf": "#c8641e",
+    "gdn": "#5f8f86",
+    "osgdn": "#0f7d6b",
+    "osgdn-apf": "#7a9a1f",
+    "kda": "#9a7fb0",
+    "oskda": "#7a3fa0",
+    "oskda-apf": "#b23a78",
+    "osdn-d0": "#b08a1e",
+    "osdn-d0-free": "#8c5a2b",
+    "osdn-beta-unaware": "#b23a48",
+}
+OTHERS = ("#1f8fa8", "#a8477a", "#6c8b2f", "#c2452d", "#3f5fae", "#8a6d1b", "#56407f", "#2f7d4f", "#946047")
+
+
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour per name: a variant's own, and for every other name one that no other name here has.
+
+    A variant at several sizes or sweeps keeps its colour for the first; the others are told apart.
+    """
+    found: dict[str, str] = {}
+    waiting = []
+    for name in names:
+        own = COLOURS.get(variant_of(name) or "")
+        if own is not None and own not in found.values():
+            found[name] = own
+        else:
+            waiting.append(name)
+    free = [c for c in (*OTHERS, *COLOURS.values()) if c not in found.values()] or list(OTHERS)
+    for name in waiting:
+        place = zlib.crc32(name.encode()) % len(OTHERS)  # the same name prefers the same colour everywhere
+        wanted = OTHERS[place]
+        colour = wanted if wanted in free else free[0]
+        found[name] = colour
+        if len(free) > 1:
+            free.remove(colour)
+    return found
+
+
+def legend_label(name: str) -> str:
+    """A name for a legend: matplotlib reads `$` as mathematics and leaves out what starts with `_`."""
+    text = title(name).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def panels(
+    rows: int, columns: int, size: tuple[float, float], **options: Any
+) -> tuple[Figure, list[list[Axes]]]:
+    """An empty figure in our style."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        return figure, [list(row) for row in figure.subplots(rows, columns, squeeze=False, **options)]
+
+
+def panel(xlabel: str = "", ylabel: str = "", size: tuple[float, float] = (4.6, 3.1)) -> tuple[Figure, Axes]:
+    figure, [[axes]] = panels(1, 1, size)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    return figure, axes
+
+
+def legend(axes: Axes, beside: bool = False) -> None:
+    """Beside the panel where there are many lines: a legend must hide nothing."""
+    handles, _ = axes.get_legend_handles_labels()
+    if beside or len(handles) > 4:
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    elif len(handles) > 1:
+        axes.legend(loc="best")
+
+
+def save(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Every figure as name.svg and name.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    with matplotlib.rc_context(STYLE):
+        for name, figure in figures.items():
+            paths += [folder / f"{name}.svg", folder / f"{name}.png"]
+            figure.savefig(paths[-2], metadata={"Date": None})
+            figure.savefig(paths[-1], dpi=160)
+    return paths
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an `<svg>` element to put into a page, with identifiers that no other figure has."""
+    text = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    found = text.getvalue()
+    found = found[found.index("<svg") :]
+    found = re.sub(r"<metadata>.*?</metadata>", "", found, flags=re.DOTALL)
+    prefix = f"f{zlib.crc32(found.encode()):x}"
+    found = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', found)
+    found = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', found)
+    found = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", found)
+    width = float(re.search(r'<svg [^>]*width="([\d.]+)pt"', found).group(1))  # type: ignore[union-attr]
+    size = f'style="width:{width / 12:.1f}rem"'  # as wide as drawn, narrower where the page is
+    return re.sub(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', rf'<svg \1 {size} role="img">', found, count=1)

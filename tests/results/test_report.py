@@ -1,0 +1,241 @@
+"""The report: what it finds, what it leaves out, its headline, and a browser's view."""
+
+import json
+import math
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from typer.testing import CliRunner
+
+from osdn.analysis.diagnose import diagnose
+from osdn.analysis.prompts import Prompt
+from osdn.cli import app
+from osdn.results.columns import MAIN, PG19, TABLES
+from osdn.results.comparison import compare, figures, heading, tables
+from osdn.results.paper import BUCKETS
+from osdn.results.report import write_report
+from osdn.results.scores import COMMONSENSE
+from osdn.results.store import read_results, save_json
+from tests.browser import CHROMIUM, DRIVER, browser
+from tests.models.variants import make, tokens
+from tests.results.files import identity, save_evaluation, save_throughput
+
+
+class Cells(HTMLParser):
+    """Tables as {section: {row: [cells]}}, a cell without its error; later tables of a section are joined."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, dict[str, list[str]]] = {}
+        self.tags: list[str] = []
+        self.title = self.row = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag == "tr":
+            self.row = ""
+        elif tag == "td":
+            self.tables.setdefault(self.title, {}).setdefault(self.row, []).append("")
+        elif tag in ("link", "meta", "path", "use", "br"):
+            self.tags.pop()
+
+    def handle_endtag(self, tag):
+        if tag in self.tags:
+            while self.tags.pop() != tag:
+                pass
+
+    def handle_data(self, data):
+        if "h2" in self.tags:
+            self.title = data
+        elif "th" in self.tags and not self.row:
+            self.row = data
+        elif "td" in self.tags and "small" not in self.tags:
+            self.tables[self.title][self.row][-1] += data.strip()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Some results of every kind, scattered over folders."""
+    folder = tmp_path_factory.mktemp("runs")
+    result = diagnose(make("osdn-apf"), [Prompt("fda_twice", tokens(40), 20)])
+    about = {"data": {"source": "fda_twice", "documents": 1, "digest": "p"}, "protocol": {"length": 2048}}
+    save_json(folder / "a/diagnosis.json", {**result, **identity("osdn-apf-340m").record(), **about})
+    gdn, osgdn = (identity(name, weights=None) for name in ("gdn-340m", "osgdn-340m"))
+    save_throughput(folder / "b", [(gdn, {}), (osgdn, {"change": -2.4})])
+    ppl, repeated = ("wikitext_ppl", "lambada_ppl"), ("fda_twice", "swde_twice", "squad_twice")
+    base = dict(zip((*ppl, *repeated), (20.0, 45.0, 0.1, 0.2, 0.3)))
+    better = dict(zip((*ppl, *repeated), (18.0, 1e25, 0.2, 0.3, 0.4)))
+    better |= dict.fromkeys(COMMONSENSE, 0.5) | {bucket: 20.0 + i for i, bucket in enumerate(BUCKETS)}
+    for name, scores in (("delta_net-340m", base), ("osdn-340m", better)):
+        save_evaluation(folder / "eval", name, scores, dict.fromkeys(repeated, 0.01))
+    first = save_evaluation(folder / "first", "osdn-340m", {"fda_twice": 0.9}, protocol={"limit": 3})
+    assert first.exists()
+    for place in ("recall", "other"):
+        value = {"mean": 0.5, "low": 0.4, "high": 0.6, "seeds": 6}
+        change = {"mean": 0.1, "low": 0.05, "high": 0.2, "seeds": 6, "p_value": 0.03}
+        rows = [
+            {"variant": name, "metric": "accuracy", "value": value, "baseline": "delta_net", "difference": d}
+            for name, d in (("delta_net", None), ("osdn", change))
+        ]
+        content = {"kind": "lab", "experiment": "recall", "description": f"{place} sizes", "rows": rows}
+        save_json(folder / f"lab/{place}/summary.json", content)
+    for file, device, row in (
+        ("ops", {}, {"osdn, cpu": {"min": 10.0, "median": 11.0}}),
+        ("gpu", {"gpu": "A GPU"}, {"osdn, triton": {"min": 2.0, "median": 2.1, "implied": 1.5}}),
+    ):
+        table = {"title": f"forward on {file}", "ms": {**row, "a peer": {"min": 3.0, "median": 4.0}}}
+        save_json(folder / f"bench/{file}.json", {"kind": "operators", **device, "tables": [table]})
+    for name, final in (("kda-340m", 2.0), ("oskda-340m", 1.5)):
+        train = folder / "train" / name
+        train.mkdir(parents=True)
+        lines = [{"step": i, "tokens": 100 * i, "loss": 5.0 if i <= 44 else final} for i in range(1, 301)]
+        (train / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        data = {"source": "stdlib", "split": "train", "digest": "s"}
+        record = {"kind": "training", "finished": True, **identity(name).record(), "final_loss": final}
+        record |= {"tokens": 30_000, "validation_loss": final + 0.5, "data": data}
+        save_json(train / "training.json", record)
+    (folder / "other.json").write_text('{"kind": "something else"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store(runs):
+    return read_results([runs])
+
+
+@pytest.fixture(scope="module")
+def page(store, tmp_path_factory):
+    return write_report(store, tmp_path_factory.mktemp("page") / "report.html")
+
+
+def test_columns_that_follow_from_others(page):
+    tables = Cells(page.read_text()).tables
+    assert tables["Language-model perplexity"]["OSDN 340M"][:2] == ["18.00", "1.00e+25"]
+    assert (
+        f"{math.log(math.sqrt(18 * 1e25) / 30):+.3f}" == tables["Language-model perplexity"]["OSDN 340M"][-1]
+    )
+    assert "+0.100" in tables["Main results"]["OSDN 340M"]
+    assert "-2.4" in tables["Main results"]["OSGDN 340M"]
+    assert tables["PG-19 by position"]["OSDN 340M"][-1] == "+8.00"
+    assert tables["Training loss"]["KDA 340M"] == ["2.000", "2.500", "–", "0.03"]
+    assert tables["Training loss"]["OSKDA 340M"] == ["1.500", "2.000", "-0.500", "0.03"]
+    assert tables["Mechanism diagnostic"]["OSDN-APF 340M"][0] != "–"
+    assert tables["Mechanism diagnostic"]["the paper's"][0] == "0.425"
+
+
+def test_only_what_has_results_is_shown_unless_all_is_asked_for(store, page, tmp_path):
+    found = Cells(page.read_text()).tables
+    assert "DeltaNet 1.3B" not in found["Main results"]
+    assert "LongBench" not in found
+    full = Cells(write_report(store, tmp_path / "all.html", everything=True).read_text()).tables
+    assert set(full["Main results"]["DeltaNet 1.3B"]) == {"–"}
+    assert {spec.title for spec in TABLES} - {"Training loss"} <= full.keys()
+    nothing = write_report(read_results([]), tmp_path / "none.html", everything=True)
+    assert len(Cells(nothing.read_text()).tables["Main results"]) == 12  # eleven models, and the paper's
+
+
+def test_the_report_and_compare_show_the_same_numbers(store, page):
+    shown = Cells(page.read_text()).tables
+    for table in tables(compare(store)):
+        if "(" in table.title:
+            continue
+        for row in table.rows:
+            if not row.faint:
+                assert shown[table.title][row.label][: len(row.cells)] == [cell.text for cell in row.cells]
+
+
+def test_a_limited_run_does_not_replace_a_full_one(page):
+    recall = Cells(page.read_text()).tables["In-context recall"]["OSDN 340M"]
+    assert recall[0] == "0.200"
+    assert "0.900" in recall  # in a table of its own
+    assert "In-context recall (limit 3)" in page.read_text()
+
+
+def test_the_headline_tells_what_was_found(page):
+    text = page.read_text()
+    head = text[text.index('class="verdicts"') : text.index("</ul>")]
+    assert "OSDN 340M against DeltaNet 340M: repeated recall +0.100 ± 0.008 (better)" in head
+    assert "OSKDA 340M against KDA 340M: final training loss -0.500 (one run, error unknown)" in head
+    assert (
+        "Lab, recall (other sizes), accuracy, against DeltaNet: OSDN is higher (+0.100 [+0.050, +0.200])"
+        in head
+    )
+
+
+def test_two_experiments_of_the_lab_have_different_titles(page):
+    titles = [title for title in Cells(page.read_text()).tables if title.startswith("Lab: ")]
+    assert len(titles) == 2
+    assert titles[0] != titles[1]
+
+
+def test_times_of_operators_on_a_cpu_and_a_gpu(page):
+    tables = Cells(page.read_text()).tables
+    assert tables["Operators: A GPU"] == {
+        "osdn, triton": ["2.000", "2.100", "1.500"],
+        "a peer": ["3.000", "4.000", ""],
+    }
+    cpu = next(
+        t for name, t in tables.items() if name.startswith("Operators: ") and name != "Operators: A GPU"
+    )
+    assert cpu == {"osdn, cpu": ["10.000", "11.000"], "a peer": ["3.000", "4.000"]}
+
+
+def test_every_file_is_listed_with_what_it_measured_and_a_link(store, page):
+    read = Cells(page.read_text()).tables["What was read"]
+    assert len(read) == len(store.files) == 13
+    limited = next(cells for name, cells in read.items() if name.endswith("first/osdn-340m.json"))
+    assert limited == ["OSDN 340M", "data, test, 10 documents", "limit 3", "", "2026-01-02 03:04"]
+    assert f'href="{next(name for name in read if name.endswith("diagnosis.json"))}"' in page.read_text()
+
+
+def test_an_absurd_value_does_not_decide_an_axis(tmp_path):
+    save_evaluation(tmp_path, "osdn-340m", {"wikitext_ppl": 1e25, "lambada_ppl": 1e25, "pg19_ppl": 20.0})
+    save_evaluation(tmp_path, "delta_net-340m", {"wikitext_ppl": 9.0, "lambada_ppl": 16.0})
+    [found] = compare(read_results([tmp_path]))
+    axes = next(
+        a for a in figures(found)["summary"].axes if a.get_title(loc="left") == heading(MAIN.columns[0])
+    )
+    assert axes.get_xlim()[1] < 100
+    assert any("1.0e+25, not drawn" in text.get_text() for text in axes.texts)
+
+
+def test_a_model_that_was_trained_twice_is_in_no_row_twice(tmp_path):
+    model = identity("osdn-tiny")
+    for place in ("a", "b"):
+        save_evaluation(tmp_path / place, replace(model, checkpoint=place, weights=place), {"fda": 0.5})
+    labels = [row.label for row in tables(compare(read_results([tmp_path])))[0].rows]
+    assert sorted(labels) == ["OSDN tiny (a)", "OSDN tiny (b)"]
+
+
+def test_the_command_reads_folders_and_says_what_is_not_there(runs, tmp_path):
+    out = tmp_path / "r.html"
+    done = CliRunner().invoke(app, ["report", str(runs), "--output", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "holds 13 results" in " ".join(done.output.split())
+    (tmp_path / "empty").mkdir()
+    for place, words in (("nowhere", "does not exist"), ("empty", "there are no results here")):
+        done = CliRunner().invoke(app, ["report", str(tmp_path / place)])
+        assert done.exit_code == 1
+        assert words in done.output
+
+
+def test_the_papers_order(page):
+    titles = list(Cells(page.read_text()).tables)
+    paper = [spec.title for spec in TABLES if spec.title in titles]
+    assert titles[: len(paper)] == paper
+    assert PG19.title in paper
+
+
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium with chromedriver")
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_a_browser_shows_it_without_a_complaint(page, tmp_path, width, height):
+    with browser(tmp_path / "profile", width, height) as b:
+        b.open(page)
+        assert b.run("return document.querySelectorAll('svg').length") >= 5
+        assert b.run("return document.documentElement.scrollWidth <= window.innerWidth")
+        ids = "const s = [...document.querySelectorAll('[id]')].map(e => e.id);"
+        assert b.run(f"{ids} return new Set(s).size === s.length")
+        b.screenshot(tmp_path / "page.png")
+        assert b.complaints() == []

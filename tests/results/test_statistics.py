@@ -1,0 +1,55 @@
+"""Intervals and tests against enumeration and known coverage."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from osdn.results.experiments import conclusion
+from osdn.results.statistics import estimate, paired_difference
+
+
+def test_bootstrap_of_four_values_matches_all_resamples():
+    values = [0.1, 0.4, 1.0, 1.1]
+    means = [np.mean(draw) for draw in product(values, repeat=4)]
+    low, high = np.quantile(means, [0.025, 0.975], method="inverted_cdf")
+    found = estimate(values)
+    assert found.mean == pytest.approx(np.mean(values))
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
+
+
+def test_intervals_cover_the_mean_about_as_often_as_they_say():
+    rng = np.random.default_rng(1)
+    covered = sum(e.low <= 2.0 <= e.high for e in (estimate(rng.normal(2.0, 1.0, 30)) for _ in range(300)))
+    assert 0.89 <= covered / 300 <= 0.98
+
+
+def test_pairing_removes_what_seeds_share():
+    rng = np.random.default_rng(2)
+    seeds = rng.normal(0, 10, 6)
+    found = paired_difference(seeds + 0.5 + rng.normal(0, 0.01, 6), seeds)
+    assert found.mean == pytest.approx(0.5, abs=0.02)
+    assert found.high - found.low < 0.05
+    assert found.p_value == 2 / 2**6
+    assert found.seen
+
+
+def test_three_agreeing_seeds_are_not_enough():
+    found = paired_difference([1.1, 1.2, 1.3], [1.0, 1.0, 1.0])
+    assert found.low > 0
+    assert found.p_value == 2 / 2**3
+    assert not found.seen
+
+
+def test_p_values_of_no_effect_are_rarely_small():
+    rng = np.random.default_rng(3)
+    p = [paired_difference(rng.normal(size=8), rng.normal(size=8)).p_value for _ in range(400)]
+    assert 0.02 <= np.mean(np.array(p) <= 0.05) <= 0.08
+
+
+def test_many_seeds_have_no_probability_of_zero_and_no_number_none_at_all():
+    assert paired_difference([1.0] * 20, [0.0] * 20).p_value == 1 / 10_001
+    found = paired_difference([1.0, np.nan, 2.0], [0.0] * 3)
+    assert np.isnan(found.p_value)
+    assert not found.seen
+    assert "not a finite number" in conclusion(found)

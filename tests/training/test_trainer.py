@@ -211,6 +211,17 @@ def test_a_finished_run_can_be_extended_and_says_what_that_does_to_its_schedule(
         train(load_settings(run / "config.yaml", ["training.steps=12"]))
 
 
+def test_a_run_extended_within_its_warm_up_is_that_of_the_larger_length(
+    write_config, whole, caplog, tmp_path
+):
+    train(load_settings(write_config(training={"steps": 2})))
+    with caplog.at_level(logging.WARNING):
+        train(load_settings(write_config()))
+    assert "extending" not in caplog.text
+    assert weights(tmp_path / "run") == weights(whole)
+    assert json.loads((tmp_path / "run" / "training.json").read_text())["extensions"] == []
+
+
 def test_a_model_without_a_checkpoint_is_neither_extended_nor_trained_anew(write_config, tmp_path):
     train(load_settings(write_config(training={"steps": 2})))
     run = tmp_path / "run"

@@ -410,14 +410,17 @@ def _extend(run: Path, settings: Settings, planned: int, checkpoint: Path) -> No
     if result.exists():
         result.rename(run / f"model-{planned}")
     (run / TRAINING).unlink(missing_ok=True)
+    before, after = (settings.optimizer.rate_at(step, n) for n in (planned, steps))
+    if before == after:  # still warming up: a run of this length from the start would be here too
+        return
     Metrics.append(run, {"step": step, "time": time.time(), "extended_to": steps})
     logger.warning(
         "extending the run from %d to %d steps: its cosine schedule now ends later, so the learning rate "
         "jumps from %.2e to %.2e at step %d, and the result differs from that of %d steps run at once",
         planned,
         steps,
-        settings.optimizer.rate_at(step, planned),
-        settings.optimizer.rate_at(step, steps),
+        before,
+        after,
         step,
         steps,
     )

@@ -139,11 +139,11 @@ def test_the_papers_changes_are_those_of_its_own_throughputs():
 
 
 def test_the_command_measures_presets_and_sizes(tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "PREFILL", 16)
-    short = {"prefill": 16, "decode": 3, "warm_ups": 1, "repeats": 2}
+    short = {"warm_ups": 1, "repeats": 2}
     original = throughput.throughput
     monkeypatch.setattr(throughput, "throughput", lambda names, **kw: original(names, **kw, **short))
-    done = CliRunner().invoke(app, ["bench", "throughput", "tiny", "--output", str(tmp_path)])
+    sizes = ["--prefill", "16", "--decode", "3"]
+    done = CliRunner().invoke(app, ["bench", "throughput", "tiny", *sizes, "--output", str(tmp_path)])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "throughput.json").read_text())
     assert [row["model"] for row in result["rows"]] == [

@@ -7,6 +7,7 @@ import resource
 import shutil
 from dataclasses import asdict
 from datetime import datetime
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 
@@ -212,6 +213,17 @@ def test_a_finished_run_can_be_extended_and_says_what_that_does_to_its_schedule(
         train(load_settings(run / "config.yaml", ["training.steps=12"]))
 
 
+def test_a_run_extended_within_its_warm_up_is_that_of_the_larger_length(
+    write_config, whole, caplog, tmp_path
+):
+    train(load_settings(write_config(training={"steps": 2})))
+    with caplog.at_level(logging.WARNING):
+        train(load_settings(write_config()))
+    assert "extending" not in caplog.text
+    assert weights(tmp_path / "run") == weights(whole)
+    assert json.loads((tmp_path / "run" / "training.json").read_text())["extensions"] == []
+
+
 def test_a_model_without_a_checkpoint_is_neither_extended_nor_trained_anew(write_config, tmp_path):
     train(load_settings(write_config(training={"steps": 2})))
     run = tmp_path / "run"
@@ -274,6 +286,28 @@ def test_validation_does_not_disturb_training(validated, write_config, tmp_path)
         for path in (run, validated)
     ]
     assert torch.equal(*random)
+
+
+def test_the_time_of_validation_is_not_that_of_training(write_config, monkeypatch, tmp_path):
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self):
+            self.now += 1
+            return self.now
+
+    clock, forward = Clock(), OSDNForCausalLM.forward
+
+    @wraps(forward)
+    def slow_to_validate(self, *args, **kwargs):
+        clock.now += 0 if self.training else 1000
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(OSDNForCausalLM, "forward", slow_to_validate)
+    train(load_settings(write_config(**HELD_OUT, training={"steps": 6})))
+    assert clock.now > 2 * 6 * 1000  # after step 5 and at the end, on six rows
+    assert all(0 < line["seconds"] < 10 for line in Metrics.read(tmp_path / "run"))
 
 
 def test_diagnostics_do_not_see_the_validation(validated, write_config, tmp_path):

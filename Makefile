@@ -43,7 +43,7 @@ wheel: setup     ## build the wheel into dist/
 	$(PY) -m build --wheel
 
 bench: setup     ## time the operators against their peers
-	$(PY) benchmarks/ops.py
+	$(PY) -m osdn bench ops
 
 demo: setup      ## train small models in minutes, and a page on what online scaling did
 	$(PY) -m osdn demo

@@ -101,7 +101,14 @@ def _twice(
         raise ValueError(f"the window is {window} tokens; it must be more than {ROOM}, which are kept free")
     data = load_data(path, "default", data_dir)["validation"]
     arguments = {"tokenizer": place, "length": window - ROOM}
-    rows = [prompt(row, **arguments) for row in data]
+    rows = []
+    for i, row in enumerate(data):
+        try:
+            rows.append(prompt(row, **arguments))
+        except (AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{path}: document {i} has something else for text ({error}); mend it"
+            ) from error
     return {"validation": type(data).from_list(rows)}
 
 

@@ -232,16 +232,19 @@ class Evaluation:
         for path in sorted(self.folder.glob("*.json")):
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
+                if not isinstance(content, dict) or content.get("kind") != "evaluation":
+                    continue
+                checkpoint, entries = content["checkpoint"], content["tasks"]
+                for entry in entries.values():
+                    _check_entry(entry)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
-                    f"{path} cannot be read ({error}); remove it or choose another folder"
-                ) from None
-            if not isinstance(content, dict) or content.get("kind") != "evaluation":
-                continue
-            if content["checkpoint"] == self.settings.checkpoint:
-                tasks |= content["tasks"]
+                    f"{path} cannot be read ({error!r}); remove it or choose another folder"
+                ) from error
+            if checkpoint == self.settings.checkpoint:
+                tasks |= entries
             elif not overwrite:
-                raise ValueError(f"{self.folder} holds results of {content['checkpoint']}; {OTHERWISE}")
+                raise ValueError(f"{self.folder} holds results of {checkpoint}; {OTHERWISE}")
         if overwrite:
             known = {task.name: task for tasks in SUITES.values() for task in tasks}
             tasks = {
@@ -250,6 +253,14 @@ class Evaluation:
                 if name in known and entry.get("settings") == self._wanted(known[name])
             }
         return tasks
+
+
+def _check_entry(entry: dict[str, Any]) -> None:
+    """Raise an error unless an entry of a result file has what this module reads of it."""
+    dict(entry.get("settings", {}))
+    for part in (entry["results"], entry["errors"]):
+        for value in part.values():
+            float(value)
 
 
 def tokens_at_once(model: PreTrainedModel) -> int:

@@ -18,8 +18,12 @@ SUMMARY = "Summary of information above..."  # begins the tail that SWDE appends
 
 
 def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Whether the answer occurs in the continuation, in any case: `lm_eval`'s process_results."""
-    return {"contains": float(doc["value"].lower() in results[0].lower())}
+    """Whether the answer occurs in the continuation, in any case: `lm_eval`'s process_results.
+
+    An empty answer, which is in every text, is never found.
+    """
+    answer = doc["value"].lower()
+    return {"contains": float(answer != "" and answer in results[0].lower())}
 
 
 def cut(text: str, answer: str, tokenizer: Any, length: int) -> str:

@@ -285,8 +285,8 @@ def _place(checkpoint: Path, pieces: Pieces) -> tuple[Position, int]:
     if data not in (None, pieces.fingerprint):
         raise ValueError(
             f"the data has changed since {checkpoint} was written (fingerprint {pieces.fingerprint}, it was "
-            f"{data}), so the run cannot continue where it was. Restore the data, or train on the new data in "
-            f"another output_dir; `osdn convert` takes the weights out."
+            f"{data}), so the run cannot continue where it was. Restore the data, or train on the new data "
+            f"in another output_dir; `osdn convert` takes the weights out."
         )
     return position, skipped_steps
 

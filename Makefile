@@ -6,7 +6,7 @@ PY     := .venv/bin/python
 # Some virtual machines advertise AMX and trap on it; oneDNN must not use what is not there.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: help setup test test-slow sanitize lint wheel bench demo clean
+.PHONY: help setup test test-slow sanitize attack lint wheel bench demo clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/: .*## /\t/' | expand -t 14
@@ -33,6 +33,11 @@ sanitize: setup  ## random configurations with the C++ kernels instrumented
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 \
 	$(PY) -m pytest -p no:cacheprovider tests/ops/test_agreement.py tests/ops/test_sequences.py tests/ops/test_isolation.py -k cpu
+
+# A failure prints a seed: `python -m tests.attack --replay KIND SEED` repeats it.
+MINUTES ?= 5
+attack: setup    ## kills, damage, hostile files and random operators for MINUTES=5
+	$(PY) -W ignore -m tests.attack --minutes $(MINUTES)
 
 lint: setup      ## ruff and mypy
 	$(PY) -m ruff check .

@@ -1,12 +1,15 @@
 """The kernels get real memory or nothing: whatever stands in for a tensor goes through the dispatcher."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from osdn.ops import available_backends, delta_rule, online_scaled_delta_rule, precondition_keys
+from osdn.ops import available_backends, cpu, delta_rule, online_scaled_delta_rule, precondition_keys
+from osdn.ops.cpu.build import library
 
 pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="needs a C++ compiler")
 
@@ -75,3 +78,28 @@ def test_what_is_kept_for_the_backward_is_bounded() -> None:
         online_scaled_delta_rule(*x, backend="cpu")
     inputs_, errors, states, scales = T * H * (2 * K + V + 1), T * H * V, T // 64 * H * K * V, T // 64 * H * K
     assert sum(kept.values()) <= 4 * (inputs_ + errors + states + scales) + 1024
+
+
+def test_one_huge_call_does_not_keep_its_memory() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def call(size: int) -> None:
+        x = torch.zeros(1, 2, 1, size)
+        delta_rule(x, x, x, torch.zeros(1, 2, 1), backend="cpu")
+
+    call(8)
+    before = resident()
+    call(4000)  # a state of 64 MB, and as much to work in
+    assert resident() - before < 2**24
+
+
+def test_a_field_out_of_place_is_noticed_when_the_library_is_loaded(monkeypatch) -> None:
+    compiled = library("float")
+    cpu._check_layout(compiled)
+    for field in ("POINTERS", "INTEGERS", "NUMBERS"):
+        with monkeypatch.context() as patch:
+            first, second, *rest = getattr(cpu, field)
+            patch.setattr(cpu, field, (second, first, *rest))
+            with pytest.raises(RuntimeError, match="differ"):
+                cpu._check_layout(compiled)

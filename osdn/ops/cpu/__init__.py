@@ -7,6 +7,7 @@ is watching, as in decoding, the kernel is called directly.
 
 import ctypes
 import math
+import re
 import struct
 import warnings
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from osdn.ops.cpu.build import BuildError, library
 
 SPAN = 64  # tokens between two checkpoints, as in kernels.cpp
 
-# `struct Call` in heads.h: these pointers, then 11 integers and 6 numbers.
+# `struct Call` in heads.h: these pointers, then integers, then numbers.
 POINTERS = (
     *("q", "k", "v", "beta", "write_keys", "log_decay", "retention", "initial_scale", "initial_state"),
     *("cu_seqlens", "out", "final_state", "final_scale"),
@@ -31,7 +32,12 @@ POINTERS = (
     *("grad_q", "grad_k", "grad_v", "grad_beta", "grad_write_keys", "grad_log_decay", "grad_retention"),
     *("grad_initial_scale", "grad_initial_state"),
 )
-CALL = struct.Struct(f"{len(POINTERS)}q11q6d")
+INTEGERS = (
+    *("N", "T", "H", "HV", "K", "V"),
+    *("decay_kind", "retention_kind", "online", "beta_aware", "threads"),
+)
+NUMBERS = ("eta", "low", "high", "eps", "constant_retention", "scale")
+CALL = struct.Struct(f"{len(POINTERS) + len(INTEGERS)}q{len(NUMBERS)}d")
 
 
 @cache
@@ -48,12 +54,22 @@ def available(dtype: torch.dtype = torch.float32) -> bool:
 @cache
 def _kernels(dtype: torch.dtype) -> dict[str, Callable[[bytes], int]]:
     compiled = library("double" if dtype == torch.float64 else "float")
+    _check_layout(compiled)
     functions = {}
     for name in ("forward", "backward", "precondition", "precondition_back"):
         function = getattr(compiled, f"osdn_{name}")
         function.argtypes = [ctypes.c_char_p]
         functions[name] = function
     return functions
+
+
+def _check_layout(compiled: ctypes.CDLL) -> None:
+    """A call is packed as the library reads it; a field out of place would be a wild pointer."""
+    size = ctypes.c_int64.in_dll(compiled, "osdn_call_size").value
+    declaration = ctypes.c_char_p(ctypes.addressof(ctypes.c_char.in_dll(compiled, "osdn_call"))).value
+    fields = re.findall(r"(\w+)\s*[,;]", (declaration or b"").decode())
+    if (size, fields) != (CALL.size, [*POINTERS, *INTEGERS, *NUMBERS]):
+        raise RuntimeError("struct Call in osdn/ops/cpu/heads.h and the fields in osdn/ops/cpu differ")
 
 
 # What an operator takes beside tensors: eta, low, high, eps, the constant retention, the output's scale, and

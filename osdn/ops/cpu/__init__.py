@@ -225,15 +225,30 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     watched.refuse_batched("cpu", grads)
-    saved = ctx.saved_tensors
-    k, v = saved[1:3]
     grad_out, grad_final_state, grad_final_scale = grads[:3]
-    if grad_out is None:
-        grad_out = torch.zeros_like(v)
+    # What the loss does not depend on gets no gradient: zero times an overflow would be NaN.
+    if grad_out is None and grad_final_state is None:
+        return _scale_backward(ctx, grad_final_scale)
+    q, k, v, *others = ctx.saved_tensors
+    unread = grad_out is None
+    if unread:
+        q, grad_out = torch.zeros_like(q), torch.zeros_like(v)
+    saved = (q, k, v, *others)
     made = _delta_rule_backward(*saved, grad_out, grad_final_state, grad_final_scale, ctx.numbers, ctx.online)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
-    result[0], result[1] = _sum_groups(made[0], k.shape[2]), _sum_groups(made[1], k.shape[2])
+    result[0] = None if unread else _sum_groups(made[0], k.shape[2])
+    result[1] = _sum_groups(made[1], k.shape[2])
     return (*result, None, None, None, None)
+
+
+def _scale_backward(ctx: Any, grad_final_scale: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The backward of a loss that sees the final scale alone: phase 1's."""
+    _, k, _, beta, _, _, retention, initial_scale, _, cu_seqlens, _, _, checkpoints = ctx.saved_tensors
+    inputs = (k, beta, retention, initial_scale)
+    made = _precondition_keys_backward(*inputs, cu_seqlens, checkpoints, None, grad_final_scale, ctx.numbers)
+    grads = [g if x is not None else None for g, x in zip(made, inputs)]
+    grad_k, grad_beta, grad_retention, grad_initial_scale = _sum_groups(made[0], k.shape[2]), *grads[1:]
+    return (None, grad_k, None, grad_beta, None, None, grad_retention, grad_initial_scale, *[None] * 5)
 
 
 _delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
@@ -345,7 +360,7 @@ def _precondition_keys_backward(
     initial_scale: Tensor | None,
     cu_seqlens: Tensor | None,
     checkpoints: Tensor,
-    grad_write_keys: Tensor,
+    grad_write_keys: Tensor | None,
     grad_final_scale: Tensor | None,
     numbers: list[float],
 ) -> list[Tensor]:
@@ -387,13 +402,9 @@ def _save_precondition(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 def _precondition_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     watched.refuse_batched("cpu", grads)
     saved = ctx.saved_tensors
-    k, beta = saved[:2]
-    grad_w, grad_final_scale = grads[:2]
-    if grad_w is None:
-        grad_w = k.new_zeros(*beta.shape, k.shape[3])
-    made = _precondition_keys_backward(*saved, grad_w, grad_final_scale, ctx.numbers)
+    made = _precondition_keys_backward(*saved, *grads[:2], ctx.numbers)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
-    result[0] = _sum_groups(made[0], k.shape[2])
+    result[0] = _sum_groups(made[0], saved[0].shape[2])
     return (*result, None, None, None)
 
 

@@ -152,7 +152,10 @@ void precondition_back_head(const Head<R>& head) {
         }
         for (int c = count - 1; c >= 0; c--) {
             R* grad_w = w;
-            copy_row(grad_w, head.per_key(call.grad_out, t + c), K, int(Kp));
+            if (call.grad_out)
+                copy_row(grad_w, head.per_key(call.grad_out, t + c), K, int(Kp));
+            else
+                std::memset(grad_w, 0, Kp * sizeof(R));
             std::memset(grad_k, 0, Kp * sizeof(R));
             *head.per_head(call.grad_beta, t + c) = 0;
             online.step_back(feedbacks[c], scales + c * Kp, keys + c * Kp, grad_w, grad_d, grad_k, t + c);

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from osdn.ops import precondition_keys
+from osdn.ops import delta_rule, precondition_keys
 from osdn.ops.triton import phase1
 from tests.ops import test_causality as shared
-from tests.ops.problems import relative_error
+from tests.ops.problems import gradients, relative_error
 from tests.ops.triton.device import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -45,6 +45,18 @@ def test_write_keys_before_a_sick_token_are_unchanged(where, bounds, monkeypatch
     w, d = shared.run(precondition_keys, p, "triton", DEVICE)
     assert relative_error(w[:, : shared.SICK], healthy[:, : shared.SICK]) < 1e-6
     assert d.isnan().any()
+
+
+def test_queries_do_not_reach_the_gradients_of_the_state():
+    t, options = shared.problem("head").arguments(delta_rule)
+    found = []
+    for value in (0.0, torch.nan):
+        leaves = {name: x.clone().requires_grad_() for name, x in t.items()}
+        leaves["q"].data.fill_(value)
+        _, state = delta_rule(**{n: x.to(DEVICE) for n, x in leaves.items()}, **options, backend="triton")
+        found.append(gradients(state.sum(), leaves))
+    for name, want in found[0].items():
+        assert torch.equal(found[1][name], want), name
 
 
 @pytest.mark.parametrize(("K", "T"), [(4, 16), (4, 64), (16, 64), (32, 64)])

@@ -71,10 +71,10 @@ def delta_rule(
         w = k if write_keys is None else chunks.split(write_keys)
         g = None if log_decay is None else chunks.split(log_decay)  # [M, C, 1 or K]
         sick = _sick(k, v, beta, w, g)
-        poison: Iterable[tuple[Tensor, ...]] = repeat(())
+        poison: Iterable[tuple[Tensor, Tensor] | None] = repeat(None)
         if sick is not None:  # such tokens do nothing, and their results are replaced
             not_a_number = _not_a_number(sick, q, k, v, beta, w, g)  # [M, C, 1]
-            poison = zip(*map(chunks.by_step, (sick[:, -1:], not_a_number.sum(1, keepdim=True))))
+            poison = zip(chunks.by_step(sick[:, -1:]), chunks.by_step(not_a_number.sum(1, keepdim=True)))
             k, v, beta, w = (x.masked_fill(sick, 0) for x in (k, v, beta, w))
             g = None if g is None else g.masked_fill(sick, 0)
 
@@ -96,8 +96,9 @@ def delta_rule(
             u = torch.linalg.solve_triangular(gram_s, beta_s * error, upper=False, unitriangular=True)
             outputs.append(torch.baddbmm(q_s @ S, scores_s, u, beta=scale, alpha=scale))
             S = torch.baddbmm(S if decay_s is None else decay_s * S, w_s, u)
-            if poison_s:
-                S = torch.where(*poison_s, S)
+            if poison_s is not None:
+                sick_s, not_a_number_s = poison_s
+                S = torch.where(sick_s, not_a_number_s, S)
         o = torch.cat(outputs) if outputs else v
         if sick is not None:
             o = torch.where(sick, not_a_number, o)
@@ -107,7 +108,7 @@ def delta_rule(
 def _chunk_size(K: int) -> int:
     """No more tokens than channels, but at least four.
 
-    K tokens can replace all that a state holds.  A longer chunk adds up writes that nearly cancel the state it
+    K tokens can replace all that a state holds.  In a longer chunk the writes nearly cancel the state it
     starts from, and what is left has that state's rounding errors.
     """
     return min(CHUNK, max(4, 1 << (K.bit_length() - 1)))
@@ -130,7 +131,7 @@ def _sick(*tokens: Tensor | None) -> Tensor | None:
 
 
 def _not_a_number(sick: Tensor, *tokens: Tensor | None) -> Tensor:
-    """NaN at the tokens that are `sick`, with NaN for their gradients: a loss of NaN must not look harmless."""
+    """NaN at the tokens that are `sick`, with gradients of NaN: a loss of NaN must not look harmless."""
     total = torch.stack([x.sum(-1, keepdim=True) for x in tokens if x is not None]).sum(0)
     return (total.masked_fill(~sick, 0) * torch.nan).masked_fill(~sick, 0)
 

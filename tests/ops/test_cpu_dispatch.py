@@ -110,8 +110,9 @@ def test_a_field_out_of_place_is_noticed_when_the_library_is_loaded(monkeypatch)
 @pytest.mark.parametrize("kinds", ["none", "head", "channel"])
 def test_the_operators_are_what_pytorch_expects_of_one(packed: bool, kinds: str) -> None:
     """Schemas, fake implementations, gradients and tracing with dynamic shapes, as PyTorch checks them."""
-    config = Config((70, 70), packed=packed, group=2, K=5, V=3, decay=kinds, retention=kinds, initial_state=True)
-    tensors, options = make(config).arguments(online_scaled_delta_rule)
+    settings = {"decay": kinds, "retention": kinds, "initial_state": True}
+    problem = make(Config((70, 70), packed=packed, group=2, K=5, V=3, **settings))
+    tensors, options = problem.arguments(online_scaled_delta_rule)
     x = {name: value.requires_grad_() for name, value in tensors.items()}
     cuts = options.get("cu_seqlens")
     scaling = (x.get("retention"), x.get("initial_scale"))

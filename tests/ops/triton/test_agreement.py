@@ -200,7 +200,7 @@ def agrees_if_well_posed(operator, config: Config, dtype: torch.dtype = torch.fl
     problem = rounded(config, dtype)
     want = truth(operator, problem)
     assume(well_posed(operator, problem, want))
-    # Decays of e^-20 make gradients that float16, with no digits below its smallest normal number, cannot have.
+    # Decays of e^-20 make gradients that float16 cannot have: no digits below its smallest normal number.
     bounds = BOUNDS[dtype] | ({"underflow": torch.finfo(dtype).tiny} if dtype == torch.float16 else {})
     assert_close(kernels(operator, problem, dtype), want, **bounds)
 

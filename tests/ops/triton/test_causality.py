@@ -27,12 +27,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encount
     ],
 )
 def test_outputs_before_a_sick_token_are_unchanged(where, poison, decay):
-    shared.test_outputs_before_a_sick_token_are_unchanged("triton", decay, where, poison, DEVICE)
+    shared.check_causality("triton", decay, where, poison, DEVICE)
 
 
 @pytest.mark.parametrize(("where", "at"), [("k", 32), ("v", 33), ("beta", 63), ("write_keys", 69)])
 def test_that_holds_for_every_place_in_a_chunk_and_without_decay(where, at):
-    shared.test_that_holds_for_every_place_in_a_chunk_and_without_decay("triton", where, at, DEVICE)
+    shared.check_place("triton", where, at, DEVICE)
 
 
 @pytest.mark.parametrize(("where", "bounds"), [("k", None), ("beta", None), ("k", (0.5, 2.0))])
@@ -61,4 +61,4 @@ def test_queries_do_not_reach_the_gradients_of_the_state():
 
 @pytest.mark.parametrize(("K", "T"), [(4, 16), (4, 64), (16, 64), (32, 64)])
 def test_a_state_that_is_replaced_keeps_its_digits(K, T):
-    shared.test_a_state_that_is_replaced_keeps_its_digits("triton", K, T, DEVICE)
+    shared.check_replacement("triton", K, T, DEVICE)

@@ -7,6 +7,7 @@ is watching, as in decoding, the kernel is called directly.
 
 import ctypes
 import math
+import re
 import struct
 import warnings
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from osdn.ops.cpu.build import BuildError, library
 
 SPAN = 64  # tokens between two checkpoints, as in kernels.cpp
 
-# `struct Call` in heads.h: these pointers, then 11 integers and 6 numbers.
+# `struct Call` in heads.h: these pointers, then integers, then numbers.
 POINTERS = (
     *("q", "k", "v", "beta", "write_keys", "log_decay", "retention", "initial_scale", "initial_state"),
     *("cu_seqlens", "out", "final_state", "final_scale"),
@@ -31,7 +32,12 @@ POINTERS = (
     *("grad_q", "grad_k", "grad_v", "grad_beta", "grad_write_keys", "grad_log_decay", "grad_retention"),
     *("grad_initial_scale", "grad_initial_state"),
 )
-CALL = struct.Struct(f"{len(POINTERS)}q11q6d")
+INTEGERS = (
+    *("N", "T", "H", "HV", "K", "V"),
+    *("decay_kind", "retention_kind", "online", "beta_aware", "threads"),
+)
+NUMBERS = ("eta", "low", "high", "eps", "constant_retention", "scale")
+CALL = struct.Struct(f"{len(POINTERS) + len(INTEGERS)}q{len(NUMBERS)}d")
 
 
 @cache
@@ -48,12 +54,22 @@ def available(dtype: torch.dtype = torch.float32) -> bool:
 @cache
 def _kernels(dtype: torch.dtype) -> dict[str, Callable[[bytes], int]]:
     compiled = library("double" if dtype == torch.float64 else "float")
+    _check_layout(compiled)
     functions = {}
     for name in ("forward", "backward", "precondition", "precondition_back"):
         function = getattr(compiled, f"osdn_{name}")
         function.argtypes = [ctypes.c_char_p]
         functions[name] = function
     return functions
+
+
+def _check_layout(compiled: ctypes.CDLL) -> None:
+    """A call is packed as the library reads it; a field out of place would be a wild pointer."""
+    size = ctypes.c_int64.in_dll(compiled, "osdn_call_size").value
+    declaration = ctypes.c_char_p(ctypes.addressof(ctypes.c_char.in_dll(compiled, "osdn_call"))).value
+    fields = re.findall(r"(\w+)\s*[,;]", (declaration or b"").decode())
+    if (size, fields) != (CALL.size, [*POINTERS, *INTEGERS, *NUMBERS]):
+        raise RuntimeError("struct Call in osdn/ops/cpu/heads.h and the fields in osdn/ops/cpu differ")
 
 
 # What an operator takes beside tensors: eta, low, high, eps, the constant retention, the output's scale, and
@@ -209,15 +225,30 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     watched.refuse_batched("cpu", grads)
-    saved = ctx.saved_tensors
-    k, v = saved[1:3]
     grad_out, grad_final_state, grad_final_scale = grads[:3]
-    if grad_out is None:
-        grad_out = torch.zeros_like(v)
+    # What the loss does not depend on gets no gradient: zero times an overflow would be NaN.
+    if grad_out is None and grad_final_state is None:
+        return _scale_backward(ctx, grad_final_scale)
+    q, k, v, *others = ctx.saved_tensors
+    unread = grad_out is None
+    if unread:
+        q, grad_out = torch.zeros_like(q), torch.zeros_like(v)
+    saved = (q, k, v, *others)
     made = _delta_rule_backward(*saved, grad_out, grad_final_state, grad_final_scale, ctx.numbers, ctx.online)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
-    result[0], result[1] = _sum_groups(made[0], k.shape[2]), _sum_groups(made[1], k.shape[2])
+    result[0] = None if unread else _sum_groups(made[0], k.shape[2])
+    result[1] = _sum_groups(made[1], k.shape[2])
     return (*result, None, None, None, None)
+
+
+def _scale_backward(ctx: Any, grad_final_scale: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The backward of a loss that sees the final scale alone: phase 1's."""
+    _, k, _, beta, _, _, retention, initial_scale, _, cu_seqlens, _, _, checkpoints = ctx.saved_tensors
+    inputs = (k, beta, retention, initial_scale)
+    made = _precondition_keys_backward(*inputs, cu_seqlens, checkpoints, None, grad_final_scale, ctx.numbers)
+    grads = [g if x is not None else None for g, x in zip(made, inputs)]
+    grad_k, grad_beta, grad_retention, grad_initial_scale = _sum_groups(made[0], k.shape[2]), *grads[1:]
+    return (None, grad_k, None, grad_beta, None, None, grad_retention, grad_initial_scale, *[None] * 5)
 
 
 _delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
@@ -329,7 +360,7 @@ def _precondition_keys_backward(
     initial_scale: Tensor | None,
     cu_seqlens: Tensor | None,
     checkpoints: Tensor,
-    grad_write_keys: Tensor,
+    grad_write_keys: Tensor | None,
     grad_final_scale: Tensor | None,
     numbers: list[float],
 ) -> list[Tensor]:
@@ -371,13 +402,9 @@ def _save_precondition(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 def _precondition_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     watched.refuse_batched("cpu", grads)
     saved = ctx.saved_tensors
-    k, beta = saved[:2]
-    grad_w, grad_final_scale = grads[:2]
-    if grad_w is None:
-        grad_w = k.new_zeros(*beta.shape, k.shape[3])
-    made = _precondition_keys_backward(*saved, grad_w, grad_final_scale, ctx.numbers)
+    made = _precondition_keys_backward(*saved, *grads[:2], ctx.numbers)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
-    result[0] = _sum_groups(made[0], k.shape[2])
+    result[0] = _sum_groups(made[0], saved[0].shape[2])
     return (*result, None, None, None)
 
 

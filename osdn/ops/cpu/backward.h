@@ -30,22 +30,26 @@ struct BackwardSpan {
 
     explicit BackwardSpan(const Head<R>& h) : head(h) {
         const int64_t K = h.K, Kp = h.Kp, Vp = round_up(h.V, BLOCK<R>), tile = Tile<R, C>::size(h.Kp);
-        const int64_t sizes[] = {K * Vp,         Kp,
-                                 Kp,             SPAN * Kp,
-                                 SPAN * Kp,      SPAN * Kp,
-                                 SPAN * Kp,      SPAN * Kp, SPAN * Kp,
-                                 TILES * 3 * Kp * C, TILES * 2 * C * C,
-                                 TILES * K * C,  SPAN * C,
-                                 TILES * K * BLOCK<R>, TILES * 3 * C * Vp,
-                                 C * BLOCK<R>,   3 * C * BLOCK<R>};
-        R** const places[] = {&grad_state, &d, &grad_d, &keys, &queries, &writes, &scales, &grad_keys, &grad_writes,
-                              &grad_rows, &grad_scores, &grad_decay, &grad_beta, &states, &values,
-                              &u, &columns_first};
-        int64_t bytes = 64 * TILES;
-        for (int64_t n : sizes) bytes += n * sizeof(R) + 64;
-        scratch.reserve(bytes + TILES * tile * sizeof(R));
-        for (int i = 0; i < 17; i++) *places[i] = scratch.take<R>(sizes[i]);
-        for (auto& x : tiles) x.place(scratch.take<R>(tile), h.Kp);
+        R* rows;
+        scratch.divide<R>({{&grad_state, K * Vp},
+                           {&d, Kp},
+                           {&grad_d, Kp},
+                           {&keys, SPAN * Kp},
+                           {&queries, SPAN * Kp},
+                           {&writes, SPAN * Kp},
+                           {&scales, SPAN * Kp},
+                           {&grad_keys, SPAN * Kp},
+                           {&grad_writes, SPAN * Kp},
+                           {&grad_rows, TILES * 3 * Kp * C},
+                           {&grad_scores, TILES * 2 * C * C},
+                           {&grad_decay, TILES * K * C},
+                           {&grad_beta, SPAN * C},
+                           {&states, TILES * K * BLOCK<R>},
+                           {&values, TILES * 3 * C * Vp},
+                           {&u, C * BLOCK<R>},
+                           {&columns_first, 3 * C * BLOCK<R>},
+                           {&rows, TILES * tile}});
+        for (int i = 0; i < TILES; i++) tiles[i].place(rows + i * tile, h.Kp);
     }
 
     // Token c's key; without decays the tile has it as it is.

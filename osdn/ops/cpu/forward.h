@@ -51,11 +51,9 @@ void forward_head(const Head<R>& head, int first, int last, bool owner) {
     const int K = head.K, Kp = head.Kp, V = head.V;
     constexpr int TILES = C == 1 ? 1 : SPAN / C;  // a single token is a span of its own
     const OnlineScale<R> online(head);
-    scratch.reserve(sizeof(R) * (int64_t(K) * round_up(last - first, W<R>) + Kp + TILES * Tile<R, C>::size(Kp)) +
-                    256);
-    R* S = scratch.take<R>(int64_t(K) * round_up(last - first, W<R>));
-    R* d = scratch.take<R>(Kp);
-    R* rows = scratch.take<R>(TILES * Tile<R, C>::size(Kp));
+    R *S, *d, *rows;
+    scratch.divide<R>(
+        {{&S, int64_t(K) * round_up(last - first, W<R>)}, {&d, Kp}, {&rows, TILES * Tile<R, C>::size(Kp)}});
     Tile<R, C> tiles[TILES];
     for (int i = 0; i < TILES; i++) tiles[i].place(rows + i * Tile<R, C>::size(Kp), Kp);
 

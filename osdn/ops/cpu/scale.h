@@ -115,8 +115,8 @@ void precondition_head(const Head<R>& head) {
     const Call& call = head.call;
     const int64_t Kp = head.Kp;
     const OnlineScale<R> online(head);
-    scratch.reserve(3 * Kp * sizeof(R) + 256);
-    R *d = scratch.take<R>(Kp), *key = scratch.take<R>(Kp), *w = scratch.take<R>(Kp);
+    R *d, *key, *w;
+    scratch.divide<R>({{&d, Kp}, {&key, Kp}, {&w, Kp}});
     online.start(d);
     for (int64_t t = 0; t < head.length; t++) {
         if (t && t % SPAN == 0 && call.scale_checkpoints)
@@ -134,9 +134,8 @@ void precondition_back_head(const Head<R>& head) {
     const int K = head.K;
     const int64_t Kp = head.Kp;
     const OnlineScale<R> online(head);
-    scratch.reserve((4 + 2 * SPAN) * Kp * sizeof(R) + 1024);
-    R *d = scratch.take<R>(Kp), *grad_d = scratch.take<R>(Kp), *grad_k = scratch.take<R>(Kp);
-    R *w = scratch.take<R>(Kp), *keys = scratch.take<R>(SPAN * Kp), *scales = scratch.take<R>(SPAN * Kp);
+    R *d, *grad_d, *grad_k, *w, *keys, *scales;
+    scratch.divide<R>({{&d, Kp}, {&grad_d, Kp}, {&grad_k, Kp}, {&w, Kp}, {&keys, SPAN * Kp}, {&scales, SPAN * Kp}});
     Feedback<R> feedbacks[SPAN];
     std::memset(grad_d, 0, Kp * sizeof(R));
     if (call.grad_final_scale) copy_row(grad_d, head.state(call.grad_final_scale, K), K, int(Kp));
@@ -153,7 +152,10 @@ void precondition_back_head(const Head<R>& head) {
         }
         for (int c = count - 1; c >= 0; c--) {
             R* grad_w = w;
-            copy_row(grad_w, head.per_key(call.grad_out, t + c), K, int(Kp));
+            if (call.grad_out)
+                copy_row(grad_w, head.per_key(call.grad_out, t + c), K, int(Kp));
+            else
+                std::memset(grad_w, 0, Kp * sizeof(R));
             std::memset(grad_k, 0, Kp * sizeof(R));
             *head.per_head(call.grad_beta, t + c) = 0;
             online.step_back(feedbacks[c], scales + c * Kp, keys + c * Kp, grad_w, grad_d, grad_k, t + c);

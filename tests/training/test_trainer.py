@@ -209,7 +209,7 @@ def test_a_damaged_result_without_a_checkpoint_is_told(write_config, whole, tmp_
         shutil.rmtree(checkpoint)
     train(load_settings(write_config()))  # a whole result needs no checkpoint
     (run / "model" / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"model is damaged, and there is no checkpoint to make it of"):
+    with pytest.raises(ValueError, match=r"model is damaged, and there is no checkpoint to continue from"):
         train(load_settings(write_config()))
     assert len(Metrics.read(run)) == 12
 
@@ -454,7 +454,7 @@ def test_a_run_with_validation_continues_to_the_same_weights_and_losses(validate
 
 
 @pytest.mark.parametrize(
-    ("split", "message"), [("test", "validation.split is 'test': "), ("train[:0%]", "no data")]
+    ("split", "message"), [("test", "validation.split is 'test': "), ("train[:0%]", "it has no documents")]
 )
 def test_a_split_that_cannot_be_validated_on_is_reported_before_anything_is_written(
     write_config, split, message, tmp_path

@@ -29,7 +29,7 @@ from osdn.models.checkpoints import load_model, load_tokenizer
 from osdn.models.identity import identify
 from osdn.results.scores import Score, derive
 from osdn.results.store import digest, now, save_json
-from osdn.training.data import load_source
+from osdn.training.data import checked, load_source
 
 FINEWEB_DOCUMENTS = 10_000  # the last of sample-10BT, as the paper's train[-10000:]
 MOST_TOKENS = 4096  # scored at once on a CPU: more is no faster, and its logits take half a gigabyte
@@ -143,7 +143,7 @@ class Evaluation:
         return rows.select(range(min(limit or len(rows), len(rows))))
 
     def _has_block(self, text: str) -> bool:
-        return len(self.tokenizer(text, verbose=False).input_ids) >= BLOCK
+        return len(self.tokenizer(checked(text), verbose=False).input_ids) >= BLOCK
 
     def _data(self, task: Task, rows: Dataset) -> dict[str, Any]:
         """What a result says of its data."""

@@ -47,11 +47,13 @@ int for_each(int64_t items, int64_t threads, F&& f) {
     std::atomic<int64_t> next{0};
     std::atomic<int> failed{0};
     on_threads(threads, [&] {
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) try {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
+            try {
                 f(i);
             } catch (const std::bad_alloc&) {
                 failed = 1;
             }
+        }
         drain();
         scratch.trim();
     });

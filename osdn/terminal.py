@@ -63,6 +63,9 @@ def show(table: "Table") -> None:
 
     for part in for_terminal(table, console.width):
         console.print(part)
+    if table.note:
+        console.print(escape(printable(table.note)), style="dim", highlight=False)
+        console.print()
 
 
 def progress_bar(console: Console = console) -> Progress:

@@ -123,9 +123,12 @@ DIAGNOSTIC = PaperTable(
 ABLATIONS = PaperTable(
     "Ablations",
     "Variants of a preset beside their block's baseline; Δ loss is the final training loss against it.",
-    (*GENERAL.columns, _DRIFT, Column("Δ loss", "loss_change", 3, min, True)),
+    (
+        *GENERAL.columns, _DRIFT, Column("loss", "final_loss", 3, min),
+        Column("Δ loss", "loss_change", 3, min, True),
+    ),
     (paper.ABLATIONS,),
-)
+)  # fmt: skip
 TRAINING = PaperTable(
     "Training loss",
     "Cross-entropy: the mean over the last tenth of the steps, at most 256, and on the validation split.",

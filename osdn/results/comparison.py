@@ -156,7 +156,8 @@ def paper_table(comparison: Comparison, spec: PaperTable, everything: bool = Fal
             if name not in shown:
                 rows.append(Row(title(name), [score_cell(None, 0)] * len(columns), rule=name in BASELINES))
                 rows += _printed(spec, columns, name)
-    full = f"{spec.title} ({comparison.protocol})" if comparison.protocol else spec.title
+    name = spec.title.replace("PG-19", "Books") if _are_books(columns[0], comparison) else spec.title
+    full = f"{name} ({comparison.protocol})" if comparison.protocol else name
     note = f"{spec.note} {_footnotes(columns, comparison)}".strip()
     heads = [heading(c) for c in columns]
     return Table(full, heads, rows, note, keys=[c.key for c in columns])
@@ -171,7 +172,8 @@ def _columns(spec: PaperTable, models: list[Model], comparison: Comparison, ever
     found = []
     for column in spec.columns:
         if everything or column.key in known:
-            found.append(column)
+            books = column.title == "PG-19" and _are_books(column, comparison)
+            found.append(column.renamed("books", column.key) if books else column)
         found += [
             column.renamed(f"{column.title} {key[len(column.key) + 1 :]}", key)
             for key in known
@@ -185,20 +187,30 @@ def _columns(spec: PaperTable, models: list[Model], comparison: Comparison, ever
 
 
 def _footnotes(columns: list[Column], comparison: Comparison) -> str:
-    """What a column was measured on, where that is not what its name says."""
-    notes = []
+    """What columns were measured on, where that is not what their names say, and what was cut."""
+    measured: dict[str, list[str]] = {}
     for column in columns:
         data = comparison.editions.get(column.key)
         if data is None or not data.source:
             continue
         plain = column.key.partition(" (")[0]
         several = f"{plain} (2)" in comparison.editions
-        if several or (plain in PG19_COLUMNS and "pg19" not in data.source.lower()):
-            notes.append(f"{column.title}: {data}.")
+        if several or _are_books(column, comparison):
+            measured.setdefault(str(data), []).append(column.title)
+    notes = [
+        f"{', '.join(titles) if len(titles) < 4 else f'{titles[0]} to {titles[-1]}'}: {data}."
+        for data, titles in measured.items()
+    ]
     for model in comparison.models:
         if model.cut and any(c.key in model.scores for c in columns):
             notes.append(f"{model.label}: {model.cut:,} prompts were cut.")
-    return " ".join(dict.fromkeys(notes))
+    return " ".join(notes)
+
+
+def _are_books(column: Column, comparison: Comparison) -> bool:
+    """Whether a column of PG-19 was measured on other books."""
+    data = comparison.editions.get(column.key)
+    return data is not None and column.key in PG19_COLUMNS and "pg19" not in data.source.lower()
 
 
 PG19_COLUMNS = {column.key for column in PG19.columns}

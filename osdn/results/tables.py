@@ -86,12 +86,8 @@ def _widths(table: Table) -> list[int]:
 
 
 def _new(table: Table) -> RichTable:
-    found = RichTable(
-        title=escape(printable(table.title)), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    found.caption = escape(printable(table.note)) or None
-    found.caption_justify = "left"
-    return found
+    title = escape(printable(table.title))
+    return RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def _upright(table: Table) -> RichTable:

@@ -103,7 +103,7 @@ def test_limits_and_other_data_do_not_mix(chain):
     assert page.row_of("In-context recall", "DeltaNet tiny")["FDA (2) ↑"] == "–"
     shown = page.row_of("In-context recall (limit 2)", "OSDN tiny")
     assert shown["FDA ↑"] == f"{limited['results']['fda']:.3f}"
-    assert re.search(r"FDA \(2\): [^.]*4 documents", text)
+    assert re.search(r"FDA \(2\), FDA twice \(2\): [^.]*4 documents", text)
     assert f"{folder / 'books'}" in page.tables["What was read"]["books/pg19.json"][1]
 
 

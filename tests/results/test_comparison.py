@@ -142,8 +142,15 @@ def test_other_data_makes_a_column_of_its_own_and_no_average_mixes_them(tmp_path
 
 
 def test_books_are_not_called_pg19_without_a_word(tmp_path):
-    save_evaluation(tmp_path, "osdn-340m", dict.fromkeys(BUCKETS, 9.0), data={"source": "stdlib"})
-    assert "stdlib" in paper_table(only(tmp_path), PG19).note
+    scores = dict.fromkeys((*BUCKETS, "pg19_ppl"), 9.0)
+    save_evaluation(tmp_path, "osdn-340m", scores, data={"source": "stdlib"})
+    table = paper_table(only(tmp_path), PG19)
+    assert table.title == "Books by position"
+    assert "0–2K to final: stdlib, test, 10 documents." in table.note
+    assert paper_table(only(tmp_path), MAIN).head == ["books ↓"]
+    save_evaluation(tmp_path, "osdn-340m", scores, data={"source": "emozilla/pg19-test"})
+    assert paper_table(only(tmp_path), PG19).title == "PG-19 by position"
+    assert paper_table(only(tmp_path), MAIN).head == ["PG-19 ↓"]
 
 
 def test_cut_prompts_are_counted_below_the_table(tmp_path):

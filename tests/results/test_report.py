@@ -77,7 +77,8 @@ def runs(tmp_path_factory):
     better = dict(zip((*ppl, *repeated), (18.0, 1e25, 0.2, 0.3, 0.4)))
     better |= dict.fromkeys(COMMONSENSE, 0.5) | {bucket: 20.0 + i for i, bucket in enumerate(BUCKETS)}
     for name, scores in (("delta_net-340m", base), ("osdn-340m", better)):
-        save_evaluation(folder / "eval", name, scores, dict.fromkeys(repeated, 0.01))
+        data = {"source": "emozilla/pg19-test"}
+        save_evaluation(folder / "eval", name, scores, dict.fromkeys(repeated, 0.01), data=data)
     first = save_evaluation(folder / "first", "osdn-340m", {"fda_twice": 0.9}, protocol={"limit": 3})
     assert first.exists()
     for place in ("recall", "other"):

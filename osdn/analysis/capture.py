@@ -164,6 +164,8 @@ def _read(layer: int, name: str, inputs: OperatorInputs, output: Tensor) -> Laye
         raise ValueError(
             "this batch was packed into one row (padding does that); capture one prompt at a time"
         )
+    if inputs.rule != "hypergradient":
+        raise ValueError(f"this measures online scaling; the rule of this layer is {inputs.rule!r}")
     q, k, v, beta = (x.detach().float() for x in inputs[:4])
     log_decay = None if inputs.log_decay is None else inputs.log_decay.detach().float()
     scaled = inputs.preconditioner is not None

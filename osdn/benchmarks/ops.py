@@ -28,7 +28,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from osdn.benchmarks import paper_form
-from osdn.ops import available_backends, delta_rule, online_scaled_delta_rule
+from osdn.ops import (
+    available_backends,
+    delta_rule,
+    newton_delta_rule,
+    online_scaled_delta_rule,
+    pgdn_delta_rule,
+)
 from osdn.results import plots
 from osdn.results.report import operator_table
 from osdn.results.store import save_json
@@ -39,7 +45,8 @@ console = Console(width=None if sys.stdout.isatty() else 110)
 Call = Callable[[], Any]
 SEED = 0
 BACKBONES = ("delta_net", "gdn", "kda")
-VARIANTS = ("delta_net", "osdn", "osdn-apf", "gdn", "osgdn", "kda", "oskda")
+RULES = ("newton", "newton, blocks of 16", "pgdn")
+VARIANTS = ("delta_net", "osdn", "osdn-apf", *RULES, "gdn", "osgdn", "kda", "oskda")
 MM = 1024  # the limit's speed is that of a float32 product of two MM x MM matrices
 
 
@@ -66,7 +73,7 @@ class Problem:
         self.inputs = (q, k, randn(B, T, H, V).to(dtype), randn(B, T, H).sigmoid())
         self.decay = -randn(B, T, H).exp() / 10
         self.channel_decay = -randn(B, T, H, K).exp() / 10
-        self.retention = (randn(B, T, H) + 5).sigmoid()
+        self.retention, self.gain = (randn(B, T, H) + 5).sigmoid(), randn(B, T, H).sigmoid()
         self.state, self.scale = randn(B, H, K, V), torch.ones(B, H, K, device=device)
         self.grad = randn(B, T, H, V).to(dtype)
         self.leaves = [x.clone().requires_grad_() for x in self.inputs]
@@ -82,6 +89,11 @@ def variants(p: Problem, backend: str, names: Collection[str] = VARIANTS) -> dic
         "delta_net": lambda b, *x: delta_rule(*x, backend=b)[0],
         "osdn": lambda b, *x: online_scaled_delta_rule(*x, backend=b)[0],
         "osdn-apf": lambda b, *x: online_scaled_delta_rule(*x, retention=p.retention, backend=b)[0],
+        "newton": lambda b, *x: newton_delta_rule(*x, backend=b)[0],
+        "newton, blocks of 16": lambda b, *x: newton_delta_rule(*x, block_size=16, backend=b)[0],
+        "pgdn": lambda b, q, k, v, beta: pgdn_delta_rule(
+            q, k, v, beta, p.gain, retention=p.retention, backend=b
+        )[0],
         "gdn": lambda b, *x: delta_rule(*x, log_decay=p.decay, backend=b)[0],
         "osgdn": lambda b, *x: online_scaled_delta_rule(*x, log_decay=p.decay, backend=b)[0],
         "kda": lambda b, *x: delta_rule(*x, log_decay=p.channel_decay, backend=b)[0],

@@ -8,14 +8,16 @@ from osdn.layers.mixers import (
     OperatorInputs,
     TokenMixer,
 )
-from osdn.layers.preconditioner import Preconditioner, PreconditionerConfig
+from osdn.layers.preconditioner import NewtonConfig, PGDNConfig, Preconditioner, PreconditionerConfig
 
 __all__ = [
     "DeltaNet",
     "GatedDeltaNet",
     "KimiDeltaAttention",
     "MixerState",
+    "NewtonConfig",
     "OperatorInputs",
+    "PGDNConfig",
     "Preconditioner",
     "PreconditionerConfig",
     "TokenMixer",

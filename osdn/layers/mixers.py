@@ -7,7 +7,6 @@ computed with.  Parameters are named and shaped as in flash-linear-attention, so
 two.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,8 +16,18 @@ from torch.nn import functional as F
 
 from osdn.layers.convolution import ShortConvolution
 from osdn.layers.precision import RMSNorm, l2_normalize, widen
-from osdn.layers.preconditioner import Preconditioner, PreconditionerConfig
-from osdn.ops import checks, delta_rule, online_scaled_delta_rule
+from osdn.layers.preconditioner import (
+    OPERATORS,
+    NewtonConfig,
+    NewtonPreconditioner,
+    PGDNConfig,
+    PGDNPreconditioner,
+    Preconditioner,
+    PreconditionerConfig,
+    Settings,
+    first_decay,
+)
+from osdn.ops import checks, delta_rule
 from osdn.ops.operators import check_backend
 
 
@@ -26,7 +35,9 @@ class MixerState(NamedTuple):
     """All that a mixer remembers of N sequences: hand it back to continue them."""
 
     recurrent: Tensor  # [N, HV, K, V]
-    scale: Tensor | None  # [N, HV, K]; None without a preconditioner
+    scale: (
+        Tensor | None
+    )  # what the preconditioner carries, [N, HV, K] or [N, HV, K / b, b, b]; None without one
     q_tail: Tensor  # [N, W - 1, H * K], the last inputs of the convolutions
     k_tail: Tensor  # [N, W - 1, H * K]
     v_tail: Tensor  # [N, W - 1, HV * V]
@@ -43,6 +54,7 @@ class OperatorInputs(NamedTuple):
     preconditioner: dict[str, Any] | None  # arguments of phase 1; None is the plain delta rule
     initial_state: Tensor | None  # [N, HV, K, V]
     cu_seqlens: Tensor | None  # [N + 1]
+    rule: str = "hypergradient"  # of phase 1, whose arguments are in `preconditioner`
 
 
 class Recurrence(nn.Module):
@@ -56,8 +68,8 @@ class Recurrence(nn.Module):
     def forward(
         self, inputs: OperatorInputs, output_final_state: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The outputs `[B, T, HV, V]`, the final state and the final scale."""
-        q, k, v, beta, log_decay, preconditioner, initial_state, cu_seqlens = inputs
+        """The outputs `[B, T, HV, V]`, the final state and what the preconditioner carries on."""
+        q, k, v, beta, log_decay, preconditioner, initial_state, cu_seqlens, rule = inputs
         shared: dict[str, Any] = {
             "log_decay": log_decay,
             "initial_state": initial_state,
@@ -67,7 +79,7 @@ class Recurrence(nn.Module):
         }
         if preconditioner is None:
             return *delta_rule(q, k, v, beta, **shared), None
-        return online_scaled_delta_rule(q, k, v, beta, **preconditioner, **shared)
+        return OPERATORS[rule][1](q, k, v, beta, **preconditioner, **shared)
 
 
 class TokenMixer(nn.Module):
@@ -81,10 +93,15 @@ class TokenMixer(nn.Module):
         conv_size: width of the short convolutions.
         norm_eps: epsilon of the output norm.
         preconditioner: settings of the online preconditioner; None is the plain delta rule.
+        beta_bias: where a learned bias of the write gate starts; None is a gate without one, as in
+            flash-linear-attention, which starts at a write strength of a half.
+        write_scale: a constant factor of every write strength; for the plain delta rule the same as writing
+            with keys of that length.
         backend: which implementation of the operators to use.
     """
 
     has_decay = False
+    rates: tuple[float, float] = (0, 16)  # a decay's exp(A_log) starts as a uniform draw from this range
     preconditioner: Preconditioner | None
 
     def __init__(
@@ -97,10 +114,14 @@ class TokenMixer(nn.Module):
         num_v_heads: int | None = None,
         conv_size: int = 4,
         norm_eps: float = 1e-6,
-        preconditioner: PreconditionerConfig | Mapping[str, Any] | None = None,
+        preconditioner: Settings | Mapping[str, Any] | None = None,
+        beta_bias: float | None = None,
+        write_scale: float = 1.0,
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        self.beta_bias = None if beta_bias is None else checks.number("beta_bias", beta_bias)
+        self.write_scale = checks.number("write_scale", write_scale, 0)
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         for name in ("hidden_size", "num_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_size"):
             checks.size(name, locals()[name])
@@ -112,7 +133,8 @@ class TokenMixer(nn.Module):
         self.q_proj = nn.Linear(hidden_size, key_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, key_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, value_dim, bias=False)
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=beta_bias is not None)
+        self.reset_write_gate()
         self.q_conv1d = ShortConvolution(key_dim, conv_size)
         self.k_conv1d = ShortConvolution(key_dim, conv_size)
         self.v_conv1d = ShortConvolution(value_dim, conv_size)
@@ -121,10 +143,20 @@ class TokenMixer(nn.Module):
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
         self.preconditioner = None
         if preconditioner is not None:
-            settings = PreconditionerConfig.of(preconditioner)
-            self.preconditioner = Preconditioner(
-                settings, hidden_size, self.num_v_heads, head_k_dim, self.has_decay
-            )
+            self.preconditioner = self._preconditioner(PreconditionerConfig.of(preconditioner))
+
+    def _preconditioner(self, settings: Settings) -> Preconditioner:
+        sizes = (self.hidden_size, self.num_v_heads, self.head_k_dim)
+        if isinstance(settings, NewtonConfig):
+            return NewtonPreconditioner(settings, *sizes, self.has_decay)
+        if isinstance(settings, PGDNConfig):
+            return PGDNPreconditioner(settings, *sizes, self.num_heads, self.rates)
+        return Preconditioner(settings, *sizes, self.has_decay)
+
+    def reset_write_gate(self) -> None:
+        """The write gate's bias, if it has one, to where it starts."""
+        if self.beta_bias is not None:
+            nn.init.constant_(self.b_proj.bias, self.beta_bias)
 
     def forward(
         self,
@@ -187,9 +219,13 @@ class TokenMixer(nn.Module):
         k = l2_normalize(k.unflatten(-1, (self.num_heads, self.head_k_dim)))
         v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))  # [B, T, HV, V]
         beta = widen(self.b_proj(x)).sigmoid()  # [B, T, HV]
+        if self.write_scale != 1:
+            beta = self.write_scale * beta
         log_decay = self.log_decay(x)
-        scaling = None if self.preconditioner is None else self.preconditioner(x, log_decay, scale)
-        inputs = OperatorInputs(q, k, v, beta, log_decay, scaling, recurrent, cu_seqlens)
+        inputs = OperatorInputs(q, k, v, beta, log_decay, None, recurrent, cu_seqlens)
+        if self.preconditioner is not None:
+            arguments = self.preconditioner(x, log_decay, scale)
+            inputs = inputs._replace(preconditioner=arguments, rule=self.preconditioner.config.rule)
         return inputs, [q_tail, k_tail, v_tail]
 
     def _checked(self, state: MixerState, N: int) -> MixerState:
@@ -198,7 +234,7 @@ class TokenMixer(nn.Module):
             raise ValueError(f"state is a {type(state).__name__}; it must be what an earlier call returned")
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         recurrent = (N, self.num_v_heads, self.head_k_dim, self.head_v_dim)
-        scale = None if self.preconditioner is None else recurrent[:3]
+        scale = None if self.preconditioner is None else (N, *self.preconditioner.state_shape)
         tails = [(N, conv.kernel_size[0] - 1, conv.in_channels) for conv in convolutions]
         for name, x, shape in zip(MixerState._fields, state, (recurrent, scale, *tails)):
             found = None if x is None else tuple(x.shape)
@@ -232,7 +268,6 @@ class DecayingMixer(TokenMixer):
     """
 
     has_decay = True
-    rates: tuple[float, float]  # exp(A_log) starts as a uniform draw from this range
     A_log: nn.Parameter  # [HV]
     dt_bias: nn.Parameter  # [HV] or [HV * K]
 
@@ -242,10 +277,8 @@ class DecayingMixer(TokenMixer):
         self.A_log.data, self.dt_bias.data = self.initial_decay()
 
     def initial_decay(self) -> tuple[Tensor, Tensor]:
-        """Fresh values of `A_log` and `dt_bias`: first time steps are log-uniform from 0.001 to 0.1."""
-        A_log = torch.empty(self.A_log.shape).uniform_(*self.rates).clamp_min(1e-6).log()
-        dt = torch.empty(self.dt_bias.shape).uniform_(math.log(0.001), math.log(0.1)).exp().clamp_min(1e-4)
-        return A_log, dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+        """Fresh values of `A_log` and `dt_bias`."""
+        return first_decay(self.A_log.shape, self.dt_bias.shape, self.rates)
 
     def _decay(self, f: Tensor) -> Tensor:  # [B, T, HV * n] -> [B, T, HV, n]
         steps = F.softplus(widen(f) + self.dt_bias)
@@ -257,8 +290,6 @@ class GatedDeltaNet(DecayingMixer):
 
     Its state decays by a number a token and head, and its output is gated.
     """
-
-    rates = (0, 16)
 
     def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(hidden_size, *args, **kwargs)

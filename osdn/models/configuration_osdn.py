@@ -1,15 +1,16 @@
-"""The configuration of all nine models: a backbone, and the settings of its online preconditioner or None.
+"""The configuration of all models: a backbone, and the settings of its online preconditioner or None.
 
 A configuration that cannot be built is refused here, with the reason, before any weight is allocated.
 """
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, PreconditionerConfig, TokenMixer
+from osdn.layers.preconditioner import RULES, check_settings
 from osdn.ops import checks
 from osdn.ops.operators import check_backend
 
@@ -25,7 +26,8 @@ class OSDNConfig(PreTrainedConfig):
 
     Args:
         backbone: "delta_net", "gated_delta_net" or "kda".
-        preconditioner: the settings of a `PreconditionerConfig`; None is the plain backbone.
+        preconditioner: the settings of a `PreconditionerConfig`, or of the other rule that it names; None is
+            the plain backbone.
         vocab_size, hidden_size, num_hidden_layers: as everywhere.
         num_heads: heads of queries and keys.
         num_v_heads: heads of the values (grouped value attention, Gated DeltaNet only); None is `num_heads`.
@@ -34,6 +36,8 @@ class OSDNConfig(PreTrainedConfig):
         intermediate_size: width of the SwiGLU; None is 8/3 of the hidden size, up to a multiple of 256.
         conv_size: width of the short convolutions.
         norm_eps: epsilon of every RMS norm.
+        beta_bias: where a learned bias of the write gate starts; None is a gate without one.
+        write_scale: a constant factor of every write strength.
         initializer_range: standard deviation that projections, convolutions and embeddings start with.
         max_position_embeddings: the training context, for tools that ask; the model has no positions.
         backend: which implementation of the operators to use.
@@ -59,6 +63,8 @@ class OSDNConfig(PreTrainedConfig):
     intermediate_size: int = None  # type: ignore[assignment]
     conv_size: int = 4
     norm_eps: float = 1e-6
+    beta_bias: float | None = None
+    write_scale: float = 1.0
     initializer_range: float = 0.02
     max_position_embeddings: int = 4096
     backend: str = "auto"
@@ -70,7 +76,8 @@ class OSDNConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if misplaced := sorted(set(kwargs) & {field.name for field in fields(PreconditionerConfig)}):
+        inside = {field.name for settings in RULES.values() for field in fields(settings)} | {"rule"}
+        if misplaced := sorted(set(kwargs) & inside):
             raise ValueError(
                 f"{', '.join(misplaced)} must be set inside preconditioner={{...}}; "
                 f"without a preconditioner there is no scale to apply it to"
@@ -96,10 +103,7 @@ class OSDNConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-(self.hidden_size * 8 // 3) // 256)
         if self.preconditioner is not None:
-            # Every setting is spelled out, so that a saved configuration does not depend on our defaults.
-            settings = PreconditionerConfig.of(self.preconditioner)
-            bounds = None if settings.bounds is None else list(settings.bounds)
-            self.preconditioner = asdict(settings) | {"bounds": bounds}
+            self.preconditioner = PreconditionerConfig.of(self.preconditioner).to_dict()
         super().__post_init__(**kwargs)
         self.validate()
 
@@ -119,11 +123,7 @@ class OSDNConfig(PreTrainedConfig):
             )
         if self.preconditioner is not None:
             settings = PreconditionerConfig.of(self.preconditioner)
-            if settings.retention == "tied" and not MIXERS[self.backbone].has_decay:
-                raise ValueError(
-                    f'retention="tied" is tied to the decay of the state, and {self.backbone} has none; '
-                    f'use "learned" or a number'
-                )
+            check_settings(settings, self.head_k_dim, MIXERS[self.backbone].has_decay)
 
     def _check_sizes(self) -> None:
         for name in (
@@ -132,6 +132,9 @@ class OSDNConfig(PreTrainedConfig):
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 checks.size(name, getattr(self, name))
+        if self.beta_bias is not None:
+            checks.number("beta_bias", self.beta_bias)
+        checks.number("write_scale", self.write_scale, 0)
         if not self.norm_eps > 0:
             raise ValueError(f"norm_eps is {self.norm_eps}; it must be positive")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
@@ -156,7 +159,8 @@ class OSDNConfig(PreTrainedConfig):
             "conv_size",
             "norm_eps",
         ]
-        return {name: getattr(self, name) for name in (*sizes, "preconditioner", "backend")}
+        gate = ("beta_bias", "write_scale")
+        return {name: getattr(self, name) for name in (*sizes, *gate, "preconditioner", "backend")}
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "OSDNConfig":

@@ -106,7 +106,7 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
         parameters=sum(p.numel() for p in model.parameters()),
         preconditioner_parameters=sum(p.numel() for p in own),
         state_mib=heads * config.head_k_dim * config.head_v_dim * 2 / MIB,
-        scale_mib=heads * config.head_k_dim * 2 / MIB if config.preconditioner is not None else 0.0,
+        scale_mib=heads * config.head_k_dim * _block_size(config) * 2 / MIB,
         forward_flops=_forward_flops(model, config),
         paper_state_mib=PAPER_STATE_MIB.get(preset or ""),
     )
@@ -135,5 +135,10 @@ def _forward_flops(model: OSDNForCausalLM, config: OSDNConfig) -> int:
     """
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv1d)))
     heads, K, V = config.num_hidden_layers * config.num_v_heads, config.head_k_dim, config.head_v_dim
-    recurrence = heads * (6 * K * V + (8 * K if config.preconditioner is not None else 0))
+    recurrence = heads * (6 * K * V + 8 * K * _block_size(config))
     return 2 * weights + recurrence
+
+
+def _block_size(config: OSDNConfig) -> int:
+    """Numbers that the preconditioner carries for each key channel."""
+    return 0 if config.preconditioner is None else config.preconditioner.get("block_size", 1)

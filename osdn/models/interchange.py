@@ -1,11 +1,12 @@
 """Checkpoints of flash-linear-attention, in and out.
 
 The parameters of its DeltaNet, Gated DeltaNet and KDA models have the names and shapes of ours, so that only
-the configuration is translated.  Loading is strict: a model that would not compute what was trained is
-refused.
+the configuration is translated; those of PGDN's and PKDA's preconditioners have names of their own.  Loading
+is strict: a model that would not compute what was trained is refused.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,32 @@ FORMATS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"hidden_size": 2048, "num_heads": 16, "num_hidden_layers": 24, "head_dim": 128, "expand_v": 1.0},
         {"safe_gate": False},
     ),
+    "precond_gated_deltanet": (
+        "gated_delta_net",
+        "PrecondGatedDeltaNetForCausalLM",
+        {"hidden_size": 2048, "num_heads": 6, "num_hidden_layers": 21, "head_dim": 256, "expand_v": 2.0},
+        {"use_gate": True},
+    ),
+    "precond_kda": (
+        "kda",
+        "PrecondKDAForCausalLM",
+        {"hidden_size": 2048, "num_heads": 16, "num_hidden_layers": 24, "head_dim": 128, "expand_v": 1.0},
+        {"safe_gate": False, "lower_bound": None},
+    ),
 }
+# What its preconditioner's settings and parameters are called, and what they are called here.
+PGDN_SETTINGS = {"squash_x": "squash", "squash_eps": "eps", "log_atk_scale_init": "center"}
+PGDN_NAMES = {
+    "precond_gated_deltanet": {"a_atk_proj.weight": "a_proj.weight"},
+    "precond_kda": {"a_proj.weight": "a_proj.weight"},
+}
+for names in PGDN_NAMES.values():
+    names |= {
+        "b_atk_proj.weight": "b_proj.weight",
+        "A_log_atk": "A_log",
+        "dt_bias_atk": "dt_bias",
+        "log_atk_scale": "center",
+    }
 FIXED = {
     "use_short_conv": True,
     "conv_bias": False,
@@ -74,15 +100,22 @@ def load_flash_linear_attention(
     """
     settings, _ = PreTrainedConfig.get_config_dict(path)
     config = config_from_flash_linear_attention(settings, preconditioner)
+    names = PGDN_NAMES.get(settings["model_type"], {})
     model, report = OSDNForCausalLM.from_pretrained(
         path,
         config=config,
+        key_mapping={
+            rf"\.attn\.{re.escape(theirs)}$": f".attn.preconditioner.{ours}" for theirs, ours in names.items()
+        },
         use_safetensors=True,
         ignore_mismatched_sizes=True,  # so that they are listed below with the rest
         output_loading_info=True,
         **kwargs,
     )
-    report["missing_keys"] = {k for k in report["missing_keys"] if ".attn.preconditioner." not in k}
+    if names:
+        model._weight_conversions = None  # saved again it has our names, not those it was loaded from
+    else:
+        report["missing_keys"] = {k for k in report["missing_keys"] if ".attn.preconditioner." not in k}
     problems = [
         f"{kind.replace('_keys', '')}: {', '.join(sorted(map(_show, report[kind])))}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -94,9 +127,15 @@ def load_flash_linear_attention(
 
 
 def save_flash_linear_attention(model: OSDNForCausalLM, path: str | Path) -> None:
-    """Save a model without a preconditioner for flash-linear-attention to load."""
+    """Save a model without a preconditioner, or with that of PGDN, for flash-linear-attention to load."""
     settings = config_to_flash_linear_attention(model.config)  # refuses before anything is written
-    model.save_pretrained(path)
+    names = PGDN_NAMES.get(settings["model_type"], {})
+    theirs = {f".attn.preconditioner.{ours}": f".attn.{name}" for name, ours in names.items()}
+    weights = {}
+    for name, x in model.state_dict().items():
+        ending = next((ours for ours in theirs if name.endswith(ours)), None)
+        weights[name.removesuffix(ending) + theirs[ending] if ending else name] = x
+    model.save_pretrained(path, state_dict=weights)
     (Path(path) / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
@@ -122,6 +161,13 @@ def config_from_flash_linear_attention(
     value = (width / heads if kind == "delta_net" else key) * settings["expand_v"]
     if key != int(key) or value != int(value):
         raise ValueError(f"heads of {key} key and {value} value channels: they must be whole numbers")
+    if kind in PGDN_NAMES:
+        if preconditioner is not None:
+            raise ValueError(
+                f"a {kind} model has a preconditioner of its own; load it with preconditioner=None"
+            )
+        own = {ours: settings[theirs] for theirs, ours in PGDN_SETTINGS.items() if theirs in settings}
+        preconditioner = {"rule": "pgdn", **own}
     same = {k: settings[k] for k in SAME if k in settings}
     return OSDNConfig(
         backbone=backbone, preconditioner=preconditioner, head_k_dim=int(key), head_v_dim=int(value), **same
@@ -130,12 +176,23 @@ def config_from_flash_linear_attention(
 
 def config_to_flash_linear_attention(config: OSDNConfig) -> dict[str, Any]:
     """The contents of its `config.json` for our configuration."""
-    if config.preconditioner is not None:
+    settings = config.preconditioner
+    pgdn = settings is not None and settings.get("rule") == "pgdn" and config.backbone != "delta_net"
+    if settings is not None and not pgdn:
         raise ValueError(
-            "flash-linear-attention has no online preconditioner; save this model with save_pretrained, "
-            "or build it with preconditioner=None first"
+            "flash-linear-attention has no online preconditioner but that of PGDN and PKDA; save this model "
+            "with save_pretrained, or build it with preconditioner=None first"
         )
-    kind = next(kind for kind, (backbone, *_) in FORMATS.items() if backbone == config.backbone)
+    if config.beta_bias is not None or config.write_scale != 1:
+        raise ValueError(
+            f"beta_bias is {config.beta_bias} and write_scale {config.write_scale}; the write gates of "
+            "flash-linear-attention have neither: save this model with save_pretrained"
+        )
+    kind = next(
+        kind
+        for kind, (backbone, *_) in FORMATS.items()
+        if backbone == config.backbone and (kind in PGDN_NAMES) == pgdn
+    )
     _, architecture, _, fixed = FORMATS[kind]
     if kind == "delta_net":
         heads = {"expand_k": config.num_heads * config.head_k_dim / config.hidden_size}
@@ -143,6 +200,9 @@ def config_to_flash_linear_attention(config: OSDNConfig) -> dict[str, Any]:
     else:
         heads = {"head_dim": config.head_k_dim, "expand_v": config.head_v_dim / config.head_k_dim}
     same = {k: getattr(config, k) for k in SAME}
+    if pgdn:
+        assert settings is not None
+        same |= {theirs: settings[ours] for theirs, ours in PGDN_SETTINGS.items()}
     dtype = str(config.dtype or "float32").removeprefix("torch.")
     return {
         **FIXED, **fixed, **same, **heads,

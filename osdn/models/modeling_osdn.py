@@ -19,9 +19,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
-from osdn.layers.mixers import DecayingMixer
+from osdn.layers.mixers import DecayingMixer, TokenMixer
 from osdn.layers.precision import RMSNorm, widen
-from osdn.layers.preconditioner import Preconditioner, Retention
+from osdn.layers.preconditioner import PGDNPreconditioner, Preconditioner, Retention
 from osdn.models.cache import check_cache
 from osdn.models.configuration_osdn import MIXERS, OSDNConfig
 from osdn.ops import checks, watched
@@ -79,10 +79,12 @@ class OSDNPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, DecayingMixer):
+        if isinstance(module, (DecayingMixer, PGDNPreconditioner)):
             A_log, dt_bias = module.initial_decay()
             init.copy_(module.A_log, A_log)
             init.copy_(module.dt_bias, dt_bias)
+        if isinstance(module, TokenMixer):
+            module.reset_write_gate()
         elif isinstance(module, (Preconditioner, Retention)):
             module.reset_parameters()
 

@@ -1,4 +1,4 @@
-"""The paper's models by name: nine variants at 340M and at a size for tests and demonstrations, two at 1.3B.
+"""The models by name: the paper's nine variants and three of Newton's method, at 340M and tiny; two at 1.3B.
 
 A preset is a variant (which backbone, which preconditioner) at a size (how many layers, how wide).
 """
@@ -20,6 +20,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "kda": ("kda", None),
     "oskda": ("kda", {}),
     "oskda-apf": ("kda", APF),
+    # Where the state decays, the covariance returns to its prior at the same rate: what the state has
+    # forgotten counts as unseen.
+    "osdn-newton": ("delta_net", {"rule": "newton"}),
+    "osgdn-newton": ("gated_delta_net", {"rule": "newton", "retention": "tied"}),
+    "oskda-newton": ("kda", {"rule": "newton", "retention": "tied"}),
 }
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {

@@ -16,12 +16,53 @@ LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).t
 
 
 class Scaling(NamedTuple):
-    """The settings of phase 1 that are not tensors."""
+    """Phase 1 by online gradient descent on a scale per channel."""
 
     eta: float
     bounds: tuple[float, float] | None
     beta_aware: bool
     eps: float
+
+
+class Newton(NamedTuple):
+    """Phase 1 by recursive least squares on blocks of the keys' covariance."""
+
+    prior: float
+    block_size: int
+
+
+class Squash(NamedTuple):
+    """Phase 1 of Preconditioned Gated DeltaNet: a squashed inverse of the squared keys' decayed sum."""
+
+    bound: float
+    eps: float
+
+
+Rule = Scaling | Newton | Squash
+
+
+class Phase1(NamedTuple):
+    """A rule that turns keys into write keys, and the state it carries from token to token."""
+
+    rule: Rule
+    gate: Tensor  # [B, T, HV]: beta, or the gain of `Squash`
+    retention: float | Tensor  # a number, [B, T, HV] or [B, T, HV, K]; of `Newton`, [B, T, HV, K / b]
+    initial: Tensor | None  # [N, HV, K]; of `Newton`, [N, HV, K / b, b, b] and symmetric
+    center: Tensor | None  # [HV], of `Squash` alone
+
+
+def state_shape(rule: Rule, K: int) -> tuple[int, ...]:
+    """Of one sequence and head."""
+    return (K // rule.block_size, rule.block_size, rule.block_size) if isinstance(rule, Newton) else (K,)
+
+
+def first_state(rule: Rule, like: Tensor, N: int, HV: int, K: int) -> Tensor:
+    """What a sequence starts from unless told otherwise, in the dtype of `like`."""
+    shape = (N, HV, *state_shape(rule, K))
+    if isinstance(rule, Newton):
+        prior = torch.eye(rule.block_size, dtype=like.dtype, device=like.device) * rule.prior
+        return prior.expand(shape)
+    return like.new_full(shape, 1.0 if isinstance(rule, Scaling) else 0.0)
 
 
 def dense(name: str, x: Any, layout: str) -> None:
@@ -105,6 +146,17 @@ def scaling(eta: Any, bounds: Any, beta_aware: Any, eps: Any) -> Scaling:
             raise ValueError(f"bounds is {bounds!r}; the lower bound must not exceed the upper one")
         bounds = (low, high)
     return Scaling(eta, bounds, beta_aware, eps)
+
+
+def newton(prior: Any, block_size: Any, K: int) -> Newton:
+    size("block_size", block_size)
+    if K % block_size:
+        raise ValueError(f"block_size is {block_size}; it must divide the {K} channels of k")
+    return Newton(number("prior", prior, SMALLEST), block_size)
+
+
+def squash(bound: Any, eps: Any) -> Squash:
+    return Squash(number("squash", bound, 1), number("eps", eps, SMALLEST))
 
 
 def sequence_count(cu_seqlens: Any, B: int) -> int:

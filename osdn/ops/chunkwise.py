@@ -6,51 +6,115 @@ The idea that keeps it exact for strong decay: a product of decays is always the
 just the tokens it spans, never a ratio of two longer products nor a difference of two longer sums.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise, repeat
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from osdn.ops import watched
-from osdn.ops.checks import Scaling, boundaries
+from osdn.ops.checks import Newton, Phase1, Rule, Scaling, Squash, boundaries, first_state
 
 CHUNK = 64  # tokens at most; a power of two
 
 
 def precondition_keys(
     k: Tensor,  # [B, T, H, K]
-    beta: Tensor,  # [B, T, HV]
-    retention: float | Tensor,  # a number, [B, T, HV] or [B, T, HV, K]
-    initial_scale: Tensor | None,  # [N, HV, K]
-    settings: Scaling,
+    phase1: Phase1,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Phase 1.  The projection makes it a scan over tokens; sequences and heads go side by side."""
-    eta, bounds, beta_aware, eps = settings
-    tokens = Chunks(k, cu_seqlens, heads=beta.shape[2], size=1)
-    k = tokens.split(k)  # [M, 1, K], M = tokens * HV, as all below
-    k2 = k.square()
-    direction = k2 / k2.sum(-1, keepdim=True).clamp_min(eps)
-    b = tokens.split(beta) if beta_aware else torch.ones_like(k[..., :1])
-    kept = repeat(retention) if isinstance(retention, float) else tokens.by_step(tokens.split(retention))
-    steps = (tokens.by_step(x) for x in (k2, direction, eta * b, eta * b.square()))
-
-    d = k.new_ones(tokens.N, tokens.H, k.shape[2]) if initial_scale is None else initial_scale
-    d = tokens.enter(d)[:, None]
-    scales: list[Tensor] = []
+    """Phase 1, a scan over tokens whatever the rule; sequences and heads go side by side."""
+    rule, gate, retention, initial, center = phase1
+    tokens = Chunks(k, cu_seqlens, heads=gate.shape[2], size=1)
+    k, gate = tokens.split(k), tokens.split(gate)  # [M, 1, K], [M, 1, 1], M = tokens * HV, as all below
+    r = repeat(retention) if isinstance(retention, float) else tokens.by_step(tokens.split(retention))
+    if initial is None:
+        initial = first_state(rule, k, tokens.N, tokens.H, k.shape[2])
+    advance, inputs = _rule(rule, k, gate)
+    steps = list(zip(*(tokens.by_step(x) for x in inputs), r))
+    state = tokens.enter(initial)[:, None]  # [N * HV, 1, ...]
+    rows: list[Tensor] = []
     finished: list[Tensor] = []
-    for k2_t, direction_t, gain, damping, r in zip(*steps, kept):
-        d = tokens.running(d, len(k2_t), finished)
-        scales.append(d)
-        step = gain - damping * (d * k2_t).sum(-1, keepdim=True)
-        d = torch.addcmul(r * d, step, direction_t)
-        if bounds is not None:
-            d = d.clamp(*bounds)
-    write_keys = torch.cat(scales) * k if scales else k
-    return tokens.merge(write_keys), tokens.leave(d, finished)[:, :, 0]
+    recompute = initial.ndim > 3 and not (watched.by_transforms() or torch.compiler.is_compiling())
+    for first in range(0, len(steps), CHUNK):
+        scan = partial(_scan_tokens, advance, steps[first : first + CHUNK])
+        if recompute:  # for the backward, rather than keep the covariance of every token
+            made, done, state = checkpoint(scan, state, use_reentrant=False, preserve_rng_state=False)
+        else:
+            made, done, state = scan(state)
+        rows += made
+        finished += done
+    w = torch.cat(rows) if rows else k
+    if isinstance(rule, Scaling):
+        w = w * k
+    elif isinstance(rule, Squash):
+        assert center is not None
+        often = (w + rule.eps).log() - center.repeat(tokens.count)[:, None, None]
+        w = rule.bound ** -(often / (1 + often.abs())) * k
+    return tokens.merge(w), tokens.leave(state, finished)[:, :, 0]
+
+
+Advance = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _scan_tokens(
+    advance: Advance, steps: list[tuple[Any, ...]], state: Tensor
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """One row per token, the states of sequences that end on the way, and the state of those that go on."""
+    rows: list[Tensor] = []
+    finished: list[Tensor] = []
+    for step in steps:
+        state = Chunks.running(state, len(step[0]), finished)
+        row, state = advance(state, *step)
+        rows.append(row)
+    return rows, finished, state
+
+
+def _rule(rule: Rule, k: Tensor, gate: Tensor) -> tuple[Advance, tuple[Tensor, ...]]:
+    """What a token does to the state: f(state, *inputs, retention) -> row, next state; and its inputs.
+
+    A row is the write key, or the state that all write keys are made of at once.
+    """
+    if isinstance(rule, Newton):
+        prior, size = rule
+        rest = prior * torch.eye(size, dtype=k.dtype, device=k.device)
+
+        def covariance(P: Tensor, k: Tensor, beta: Tensor, r: float | Tensor) -> tuple[Tensor, Tensor]:
+            y = (P * k.unflatten(-1, (-1, size))[..., None, :]).sum(-1)  # [m, 1, K / b, b]
+            n = 1 + beta * (k * y.flatten(-2)).sum(-1, keepdim=True)  # [m, 1, 1]
+            P = P - (beta / n)[..., None, None] * (y[..., :, None] * y[..., None, :])
+            if isinstance(r, Tensor):
+                P = torch.lerp(rest, P, r[..., None, None])
+            elif r != 1:
+                P = r * P + (1 - r) * rest
+            return y.flatten(-2) / n, P
+
+        return covariance, (k, gate)
+    k2 = k.square()
+    if isinstance(rule, Squash):
+
+        def gram(A: Tensor, added: Tensor, r: float | Tensor) -> tuple[Tensor, Tensor]:
+            A = r * A + added
+            return A, A
+
+        return gram, (gate * k2,)
+    eta, bounds, beta_aware, eps = rule
+    b = gate if beta_aware else torch.ones_like(gate)
+    direction = k2 / k2.sum(-1, keepdim=True).clamp_min(eps)
+
+    def scale(
+        d: Tensor, k2: Tensor, direction: Tensor, gain: Tensor, damping: Tensor, r: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        step = gain - damping * (d * k2).sum(-1, keepdim=True)
+        after = torch.addcmul(r * d, step, direction)
+        return d, after if bounds is None else after.clamp(*bounds)
+
+    return scale, (k2, direction, eta * b, eta * b.square())
 
 
 def delta_rule(

@@ -1,9 +1,11 @@
 """The public operators: arguments are checked and normalised here, then handed to a backend.
 
-A backend is a module with `precondition_keys` and `delta_rule` (and `online_scaled_delta_rule` where it has
-one fused pass) over tensors of one floating dtype; `triton` takes queries, keys and values of 16 bits too.
+A backend is a module with `precondition_keys` (phase 1, by any rule) and `delta_rule` (phase 2), and
+`preconditioned_delta_rule` where it has one fused pass, over tensors of one floating dtype; `triton` takes
+queries, keys and values of 16 bits too.
 """
 
+import inspect
 import warnings
 from functools import cache
 from numbers import Real
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from osdn.ops import checks, chunkwise, cpu, reference, triton, watched
+from osdn.ops.checks import Phase1, Rule
 
 BACKENDS: dict[str, ModuleType] = {
     "reference": reference,
@@ -70,23 +73,85 @@ def precondition_keys(
         write_keys `[B, T, HV, K]` in k's dtype, and the final scale `[N, HV, K]` in float32 (float64 for
         float64 keys).
     """
-    B, T, H, K = checks.keys(k)
-    HV = checks.value_heads("beta", beta, 3, "[B, T, HV]", H)
-    checks.tensor("beta", beta, (B, T, HV), "[B, T, HV]", k.device)
     settings = checks.scaling(eta, bounds, beta_aware, eps)
-    N = checks.sequence_count(cu_seqlens, B)
-    module = _select(backend, k)
-
-    dtype = _compute_dtype(k)
-    write_keys, final_scale = module.precondition_keys(
-        _cast(k, _operand_dtype(module, k)),
-        _cast(beta, dtype),
-        _retention(retention, (B, T, HV, K), k.device, dtype),
-        _initial_scale(initial_scale, (N, HV, K), k.device, dtype),
-        settings,
-        cu_seqlens,
+    return _write_keys(
+        settings, k, {"beta": beta}, retention, {"initial_scale": initial_scale}, None, cu_seqlens, backend
     )
-    return _cast(write_keys, k.dtype), final_scale
+
+
+def newton_keys(
+    k: Tensor,
+    beta: Tensor,
+    *,
+    prior: float = 1.0,
+    block_size: int = 1,
+    retention: float | Tensor | None = None,
+    initial_covariance: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Phase 1 by Newton's method: `w = P k / (1 + beta k . P k)`, with no step size and no box.
+
+    The covariance `P` is block-diagonal and follows the keys as in recursive least squares.  With one block
+    for all channels and no retention, the delta rule with these write keys solves the ridge regression
+    `argmin_S sum_i beta_i |S' k_i - v_i|^2 + |S|^2 / prior` exactly.  For every `beta >= 0`, `P` stays
+    between zero and `prior`, and `beta w . k` below one.
+
+    Args:
+        k: keys `[B, T, H, K]`.
+        beta: write strengths `[B, T, HV]`; HV is a multiple of H.
+        prior: the covariance starts at `prior` times the identity, and retention draws it back there.
+        block_size: channels per block of the covariance, b; it divides K.  1 is a diagonal.
+        retention: what the covariance keeps of itself at each token: None (all of it), a number up to 1,
+            `[B, T, HV]`, or one per block, `[B, T, HV, K / b]`.
+        initial_covariance: `[N, HV, K / b, b, b]` or `[HV, K / b, b, b]`, of which the symmetric part counts.
+        cu_seqlens: `[N + 1]` boundaries of sequences packed into one row; the covariance restarts at each.
+        backend: "auto" or one of `available_backends()`.
+
+    Returns:
+        write_keys `[B, T, HV, K]` in k's dtype, and the final covariance `[N, HV, K / b, b, b]` in float32
+        (float64 for float64 keys).
+    """
+    settings = checks.newton(prior, block_size, checks.keys(k)[3])
+    initial = {"initial_covariance": initial_covariance}
+    return _write_keys(settings, k, {"beta": beta}, retention, initial, None, cu_seqlens, backend)
+
+
+def pgdn_keys(
+    k: Tensor,
+    gain: Tensor,
+    *,
+    squash: float = 1.5,
+    center: float | Tensor = -0.2,
+    retention: float | Tensor | None = None,
+    initial_gram: Tensor | None = None,
+    eps: float = 1e-6,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Phase 1 of Preconditioned Gated DeltaNet (Tumma et al. 2026, https://arxiv.org/abs/2604.21100).
+
+    `gram = retention gram + gain k^2` is the diagonal of the keys' decayed Gram matrix, this token included,
+    and `w = squash ** -softsign(log(gram + eps) - center) k`.
+
+    Args:
+        k: keys `[B, T, H, K]`.
+        gain: how much of each key is added, `[B, T, HV]`; HV is a multiple of H.
+        squash: write keys are between `k / squash` and `squash k`.
+        center: the logarithm of the Gram diagonal at which a key is left as it is; a number or `[HV]`.
+        retention: what the Gram diagonal keeps of itself at each token: None (all of it), a number,
+            `[B, T, HV]` or `[B, T, HV, K]`.
+        initial_gram: `[HV, K]` or `[N, HV, K]`; None is zeros.
+        eps: added to the Gram diagonal before its logarithm.
+        cu_seqlens: `[N + 1]` boundaries of sequences packed into one row; the Gram diagonal restarts at each.
+        backend: "auto" or one of `available_backends()`.
+
+    Returns:
+        write_keys `[B, T, HV, K]` in k's dtype, and the final Gram diagonal `[N, HV, K]` in float32 (float64
+        for float64 keys).
+    """
+    settings, initial = checks.squash(squash, eps), {"initial_gram": initial_gram}
+    return _write_keys(settings, k, {"gain": gain}, retention, initial, center, cu_seqlens, backend)
 
 
 def delta_rule(
@@ -171,27 +236,156 @@ def online_scaled_delta_rule(
     >>> o.shape, state.shape, scale.shape
     (torch.Size([2, 5, 4, 8]), torch.Size([2, 4, 8, 8]), torch.Size([2, 4, 8]))
     """
+    settings = checks.scaling(eta, bounds, beta_aware, eps)
+    return _both_phases(
+        settings, q, k, v, beta, {"beta": beta}, retention, {"initial_scale": initial_scale}, None,
+        log_decay, scale, initial_state, output_final_state, cu_seqlens, backend,
+    )  # fmt: skip
+
+
+def newton_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    prior: float = 1.0,
+    block_size: int = 1,
+    retention: float | Tensor | None = None,
+    initial_covariance: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Both phases: `delta_rule` with the write keys of `newton_keys`, in one pass where there is one.
+
+    The arguments are those of the two functions.  Returns the outputs, the final state (None unless asked
+    for) and the final covariance.
+    """
+    settings = checks.newton(prior, block_size, checks.keys(k)[3])
+    return _both_phases(
+        settings, q, k, v, beta, {"beta": beta}, retention, {"initial_covariance": initial_covariance}, None,
+        log_decay, scale, initial_state, output_final_state, cu_seqlens, backend,
+    )  # fmt: skip
+
+
+def pgdn_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gain: Tensor,
+    *,
+    squash: float = 1.5,
+    center: float | Tensor = -0.2,
+    retention: float | Tensor | None = None,
+    initial_gram: Tensor | None = None,
+    eps: float = 1e-6,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Both phases: `delta_rule` with the write keys of `pgdn_keys`, in one pass where there is one.
+
+    The arguments are those of the two functions.  Returns the outputs, the final state (None unless asked
+    for) and the final Gram diagonal.
+    """
+    settings = checks.squash(squash, eps)
+    return _both_phases(
+        settings, q, k, v, beta, {"gain": gain}, retention, {"initial_gram": initial_gram}, center,
+        log_decay, scale, initial_state, output_final_state, cu_seqlens, backend,
+    )  # fmt: skip
+
+
+def _write_keys(
+    rule: Rule,
+    k: Tensor,
+    gate: dict[str, Any],  # one entry: its name and the tensor
+    retention: Any,
+    initial: dict[str, Any],
+    center: Any,
+    cu_seqlens: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Phase 1 by any rule."""
+    B, T, H, K = checks.keys(k)
+    ((name, x),) = gate.items()
+    HV = checks.value_heads(name, x, 3, "[B, T, HV]", H)
+    checks.tensor(name, x, (B, T, HV), "[B, T, HV]", k.device)
+    N = checks.sequence_count(cu_seqlens, B)
+    phase1 = _phase1(rule, k, gate, retention, initial, center, (B, T, HV, K), N)
+    module = _select(backend, k)
+    w, final = module.precondition_keys(_cast(k, _operand_dtype(module, k)), phase1, cu_seqlens)
+    return _cast(w, k.dtype), final
+
+
+def _both_phases(
+    rule: Rule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gate: dict[str, Any],
+    retention: Any,
+    initial: dict[str, Any],
+    center: Any,
+    log_decay: Any,
+    scale: Any,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Phase 1 by any rule, and phase 2."""
     B, T, HV, K, N = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
     checks.flag("output_final_state", output_final_state)
-    settings = checks.scaling(eta, bounds, beta_aware, eps)
     module = _select(backend, k)
-
     dtype, operand = _compute_dtype(k), _operand_dtype(module, k)
-    retention = _retention(retention, (B, T, HV, K), k.device, dtype)
-    initial_scale = _initial_scale(initial_scale, (N, HV, K), k.device, dtype)
+    phase1 = _phase1(rule, k, gate, retention, initial, center, (B, T, HV, K), N)
     log_decay = _log_decay(log_decay, (B, T, HV, K), k.device, dtype)
     initial_state = None if initial_state is None else _cast(initial_state, dtype)
     factor = _output_scale(scale, K)
     out_dtype = v.dtype
     q, k, v, beta = _cast(q, operand), _cast(k, operand), _cast(v, operand), _cast(beta, dtype)
-    if hasattr(module, "online_scaled_delta_rule"):
-        o, final_state, final_scale = module.online_scaled_delta_rule(
-            q, k, v, beta, retention, initial_scale, settings, log_decay, initial_state, factor, cu_seqlens
+    if hasattr(module, "preconditioned_delta_rule"):
+        o, final_state, final = module.preconditioned_delta_rule(
+            q, k, v, beta, phase1, log_decay, initial_state, factor, cu_seqlens
         )
     else:
-        w, final_scale = module.precondition_keys(k, beta, retention, initial_scale, settings, cu_seqlens)
+        w, final = module.precondition_keys(k, phase1, cu_seqlens)
         o, final_state = module.delta_rule(q, k, v, beta, w, log_decay, initial_state, factor, cu_seqlens)
-    return _cast(o, out_dtype), final_state if output_final_state else None, final_scale
+    return _cast(o, out_dtype), final_state if output_final_state else None, final
+
+
+def _phase1(
+    rule: Rule,
+    k: Tensor,
+    gate: dict[str, Any],
+    retention: Any,
+    initial: dict[str, Any],
+    center: Any,
+    shape: tuple[int, int, int, int],
+    N: int,
+) -> Phase1:
+    """What a backend is given of phase 1, checked and in one dtype."""
+    (B, T, HV, K), dtype = shape, _compute_dtype(k)
+    ((name, x),) = gate.items()
+    checks.tensor(name, x, (B, T, HV), "[B, T, HV]", k.device)
+    newton = isinstance(rule, checks.Newton)
+    per_block = (B, T, HV, K // rule.block_size) if isinstance(rule, checks.Newton) else shape
+    return Phase1(
+        rule,
+        _cast(x, dtype),
+        _retention(retention, per_block, k.device, dtype, "K / b" if newton else "K", 1 if newton else None),
+        _initial(rule, initial, (N, HV, K), k.device, dtype),
+        _center(center, HV, k.device, dtype) if isinstance(rule, checks.Squash) else None,
+    )
 
 
 def check_backend(backend: Any) -> None:
@@ -290,34 +484,63 @@ def _log_decay(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torc
 
 @cache
 def _warn_of_growth() -> None:
+    stack = inspect.stack(0)
+    depth = next(i for i, frame in enumerate(stack, start=1) if frame.filename != stack[0].filename)
     warnings.warn(
         "log_decay has elements above 0, so the state grows instead of decaying; is a minus sign missing? "
         "Growth beyond exp(88) within 64 tokens overflows float32.",
-        stacklevel=4,
+        stacklevel=depth,
     )
 
 
-def _retention(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> float | Tensor:
+def _retention(
+    x: Any,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    channels: str = "K",
+    most: float | None = None,
+) -> float | Tensor:
     if x is None:
         return 1.0
     if isinstance(x, (int, float, Real)):
-        return checks.number("retention", x, 0)
-    _per_head_or_channel("retention", x, shape, device)
+        x = checks.number("retention", x, 0)
+        if most is not None and x > most:
+            raise ValueError(f"retention is {x}; it must be between 0 and {most}")
+        return x
+    _per_head_or_channel("retention", x, shape, device, channels)
     return _cast(x, dtype)
 
 
-def _per_head_or_channel(name: str, x: Any, shape: tuple[int, ...], device: torch.device) -> None:
+def _per_head_or_channel(
+    name: str, x: Any, shape: tuple[int, ...], device: torch.device, channels: str = "K"
+) -> None:
     if isinstance(x, Tensor) and x.ndim == 3:
         checks.tensor(name, x, shape[:3], "[B, T, HV]", device)
     else:
-        checks.tensor(name, x, shape, "[B, T, HV] or [B, T, HV, K]", device)
+        checks.tensor(name, x, shape, f"[B, T, HV] or [B, T, HV, {channels}]", device)
 
 
-def _initial_scale(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor | None:
+def _initial(
+    rule: Rule, initial: dict[str, Any], sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """The state that phase 1 starts from; one that all sequences share has no first dimension."""
+    ((name, x),) = initial.items()
     if x is None:
         return None
-    if isinstance(x, Tensor) and x.ndim == 2:
-        checks.tensor("initial_scale", x, shape[1:], "[HV, K]", device)
+    N, HV, K = sizes
+    shape = (N, HV, *checks.state_shape(rule, K))
+    layout = "HV, K / b, b, b" if isinstance(rule, checks.Newton) else "HV, K"
+    if isinstance(x, Tensor) and x.ndim == len(shape) - 1:
+        checks.tensor(name, x, shape[1:], f"[{layout}]", device)
         x = x.expand(shape)
-    checks.tensor("initial_scale", x, shape, "[HV, K] or [N, HV, K]", device)
+    checks.tensor(name, x, shape, f"[{layout}] or [N, {layout}]", device)
+    x = _cast(x, dtype)
+    return (x + x.mT) / 2 if isinstance(rule, checks.Newton) and rule.block_size > 1 else x
+
+
+def _center(x: Any, HV: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if isinstance(x, (int, float, Real)):
+        return torch.full((HV,), checks.number("center", x), dtype=dtype, device=device)
+    checks.tensor("center", x, (HV,), "a number or [HV]", device)
     return _cast(x, dtype)

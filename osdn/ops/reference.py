@@ -1,7 +1,8 @@
 """The two phases as they are defined, token by token: the oracle every other backend is compared with.
 
-`scan_scale` and `scan_state` are the definition; autograd differentiates them as they stand.  The two
-functions below them fill in defaults and run the loops once for every packed sequence.
+`scan_state` and, for each rule of phase 1, `scan_scale`, `scan_covariance` or `scan_gram` are the definition;
+autograd differentiates them as they stand.  The two functions below them fill in defaults and run the loops
+once for every packed sequence.
 """
 
 from itertools import pairwise
@@ -9,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from osdn.ops.checks import Scaling, boundaries
+from osdn.ops.checks import Newton, Phase1, Scaling, Squash, boundaries, first_state
 
 
 def scan_scale(
@@ -37,6 +38,54 @@ def scan_scale(
     return torch.stack(write_keys, 1), d
 
 
+def scan_covariance(
+    k: Tensor,  # [B, T, H, K]
+    beta: Tensor,  # [B, T, H]
+    retention: float | Tensor,  # a number, [B, T, H] or [B, T, H, K / b]
+    P: Tensor,  # [B, H, K / b, b, b], the initial covariance
+    settings: Newton,
+) -> tuple[Tensor, Tensor]:
+    """Phase 1 by Newton's method: recursive least squares on the blocks of the covariance `P`."""
+    prior, b = settings
+    rest = prior * torch.eye(b, dtype=P.dtype, device=P.device)
+    write_keys = []
+    for t in range(k.shape[1]):
+        k_t = k[:, t].unflatten(-1, (-1, b))  # [B, H, K / b, b]
+        beta_t = beta[:, t, :, None, None]
+        y = (P * k_t[..., None, :]).sum(-1)
+        n = 1 + beta_t * (k_t * y).sum((-2, -1), keepdim=True)
+        write_keys.append((y / n).flatten(-2))
+        P = P - (beta_t / n)[..., None] * (y[..., :, None] * y[..., None, :])
+        if isinstance(retention, float):
+            r: float | Tensor = retention
+        else:
+            r = _per_channel(retention[:, t], k[:, t])[..., None, None]
+        P = r * P + (1 - r) * rest
+    if not write_keys:
+        return torch.zeros_like(k), P.clone()
+    return torch.stack(write_keys, 1), P
+
+
+def scan_gram(
+    k: Tensor,  # [B, T, H, K]
+    gain: Tensor,  # [B, T, H]
+    retention: float | Tensor,  # a number, [B, T, H] or [B, T, H, K]
+    A: Tensor,  # [B, H, K], the initial diagonal of the keys' Gram matrix
+    settings: Squash,
+    center: Tensor,  # [H]
+) -> tuple[Tensor, Tensor]:
+    """Phase 1 of Preconditioned Gated DeltaNet: keys divided by how often their channels were written."""
+    write_keys = []
+    for t in range(k.shape[1]):
+        r = retention if isinstance(retention, float) else _per_channel(retention[:, t], A)
+        A = r * A + gain[:, t, :, None] * k[:, t].square()
+        often = (A + settings.eps).log() - center[:, None]
+        write_keys.append(settings.bound ** -(often / (1 + often.abs())) * k[:, t])
+    if not write_keys:
+        return torch.zeros_like(k), A.clone()
+    return torch.stack(write_keys, 1), A
+
+
 def scan_state(
     q: Tensor,  # [B, T, H, K]
     k: Tensor,  # [B, T, H, K]
@@ -60,24 +109,30 @@ def scan_state(
     return torch.stack(outputs, 1), S
 
 
-def precondition_keys(
-    k: Tensor,
-    beta: Tensor,
-    retention: float | Tensor,
-    initial_scale: Tensor | None,
-    settings: Scaling,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    k = _per_value_head(k, beta.shape[2])
-    d = _default(initial_scale, 1.0, k, (k.shape[2], k.shape[3]), cu_seqlens)
+def precondition_keys(k: Tensor, phase1: Phase1, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    rule, gate, r, state, center = phase1
+    (B, T, _, K), HV = k.shape, gate.shape[2]
+    k = _per_value_head(k, HV)
+    if state is None:
+        state = first_state(rule, k, B if cu_seqlens is None else len(cu_seqlens) - 1, HV, K)
     if cu_seqlens is None:
-        return scan_scale(k, beta, retention, d, settings)
-    r = retention
-    pieces = [
-        scan_scale(k[:, s], beta[:, s], r if isinstance(r, float) else r[:, s], d_n, settings)
-        for s, d_n in zip(_slices(cu_seqlens, k.shape[1]), d.split(1))
-    ]
-    return torch.cat([w for w, _ in pieces], 1), torch.cat([d for _, d in pieces])
+        return _scan(k, Phase1(rule, gate, r, state, center))
+    pieces = []
+    for s, state_n in zip(_slices(cu_seqlens, T), state.split(1)):
+        r_n = r if isinstance(r, float) else r[:, s]
+        pieces.append(_scan(k[:, s], Phase1(rule, gate[:, s], r_n, state_n, center)))
+    return torch.cat([w for w, _ in pieces], 1), torch.cat([state for _, state in pieces])
+
+
+def _scan(k: Tensor, phase1: Phase1) -> tuple[Tensor, Tensor]:
+    rule, gate, retention, state, center = phase1
+    assert state is not None
+    if isinstance(rule, Scaling):
+        return scan_scale(k, gate, retention, state, rule)
+    if isinstance(rule, Newton):
+        return scan_covariance(k, gate, retention, state, rule)
+    assert center is not None
+    return scan_gram(k, gate, retention, state, rule, center)
 
 
 def delta_rule(
@@ -93,7 +148,10 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     q, k = _per_value_head(q, v.shape[2]), _per_value_head(k, v.shape[2])
     w = k if write_keys is None else write_keys
-    S = _default(initial_state, 0.0, v, (k.shape[2], k.shape[3], v.shape[3]), cu_seqlens)
+    S = initial_state
+    if S is None:
+        N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+        S = v.new_zeros(N, *k.shape[2:], v.shape[3])
     if cu_seqlens is None:
         return scan_state(q, k, v, beta, w, log_decay, S, scale)
     g = log_decay
@@ -114,13 +172,6 @@ def _per_channel(x: Tensor, like: Tensor) -> Tensor:
 
 def _per_value_head(x: Tensor, HV: int) -> Tensor:
     return x.repeat_interleave(HV // x.shape[2], 2) if x.shape[2] != HV else x
-
-
-def _default(
-    x: Tensor | None, fill: float, like: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None
-) -> Tensor:
-    N = like.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    return like.new_full((N, *shape), fill) if x is None else x
 
 
 def _slices(cu_seqlens: Tensor, T: int) -> list[slice]:

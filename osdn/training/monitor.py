@@ -20,7 +20,7 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 
 from osdn.layers import OperatorInputs, TokenMixer
-from osdn.ops import precondition_keys
+from osdn.layers.preconditioner import OPERATORS
 from osdn.training.checkpoints import write_text
 
 METRICS = "metrics.jsonl"
@@ -200,9 +200,12 @@ def measure(inputs: OperatorInputs, backend: str = "auto") -> dict[str, float]:
     write_keys = read_keys = k.repeat_interleave(beta.shape[2] // k.shape[2], 2)  # [B, T, HV, K]
     result = {}
     if inputs.preconditioner is not None:
-        write_keys, scale = precondition_keys(
-            k, beta, **inputs.preconditioner, cu_seqlens=inputs.cu_seqlens, backend=backend
+        phase_1 = OPERATORS[inputs.rule][0]
+        gate = {} if "gain" in inputs.preconditioner else {"beta": beta}
+        write_keys, scale = phase_1(
+            k, **gate, **inputs.preconditioner, cu_seqlens=inputs.cu_seqlens, backend=backend
         )
+    if inputs.rule == "hypergradient" and inputs.preconditioner is not None:
         low, median, high = torch.quantile(
             scale.flatten(-2), torch.tensor([0.05, 0.5, 0.95]).to(scale), dim=-1
         )

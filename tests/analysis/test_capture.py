@@ -10,7 +10,7 @@ from osdn.analysis.capture import RECURRENCES, capture, capturing, recurrent_lay
 from osdn.analysis.theory.runs import Problem
 from osdn.ops import delta_rule, precondition_keys
 from tests.analysis.models import kimi_linear, qwen3_next
-from tests.models.variants import VARIANTS, make, tokens
+from tests.models.variants import ONLINE_SCALING, VARIANTS, make, tokens
 
 
 def replay(problem: Problem, q: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ def error(x: torch.Tensor, truth: torch.Tensor) -> float:
     return float((x - truth).norm() / truth.norm())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ONLINE_SCALING)
 def test_captured_tensors_reproduce_the_layers_output(variant):
     model = make(variant)
     captures = capture(model, input_ids=tokens(2, 23))

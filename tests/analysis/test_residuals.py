@@ -8,7 +8,7 @@ from osdn.analysis.capture import capture
 from osdn.analysis.residuals import residuals, scale_trajectory
 from osdn.analysis.theory.runs import Problem
 from tests.analysis.models import kimi_linear, qwen3_next, trained
-from tests.models.variants import VARIANTS, make, tokens
+from tests.models.variants import ONLINE_SCALING, make, tokens
 
 THREE_BACKBONES = ["delta_net", "osdn-apf", "gdn", "osgdn-apf", "kda", "oskda"]
 
@@ -40,7 +40,13 @@ def loop(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return torch.stack(before, 1), torch.stack(after, 1), torch.stack(scales, 1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["osdn-newton", "pkda"])
+def test_other_rules_than_online_scaling_are_refused_by_name(variant):
+    with pytest.raises(ValueError, match="this measures online scaling; the rule of this layer is"):
+        capture(make(variant), input_ids=tokens(1, 5))
+
+
+@pytest.mark.parametrize("variant", ONLINE_SCALING)
 def test_losses_and_scales_are_those_of_the_loop(variant):
     for layer in capture(make(variant), input_ids=tokens(2, 17)):
         before, after, scales = loop(layer.problem)

@@ -7,7 +7,13 @@ from transformers import KimiLinearConfig, OlmoHybridConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 
-from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, MixerState
+from osdn.layers import (
+    DeltaNet,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    MixerState,
+    PreconditionerConfig,
+)
 
 SHAPE = {"hidden_size": 20, "num_heads": 2, "head_k_dim": 6, "head_v_dim": 10}
 STRONG = {"eta": 2.0}  # so that the scale reaches its bounds within a few tokens
@@ -22,6 +28,16 @@ LAYERS = [
     (KimiDeltaAttention, None, {}),
     (KimiDeltaAttention, STRONG | {"retention": "tied"}, {}),
     (KimiDeltaAttention, STRONG | {"retention": "learned_per_channel"}, {"conv_size": 1}),
+    (
+        DeltaNet,
+        {"rule": "newton", "block_size": 2, "prior": 2.0, "retention": "learned"},
+        {"beta_bias": -1.0},
+    ),
+    (GatedDeltaNet, {"rule": "newton", "block_size": 6}, {"num_v_heads": 4, "write_scale": 2.0}),
+    (KimiDeltaAttention, {"rule": "newton", "retention": "tied"}, {}),
+    (KimiDeltaAttention, {"rule": "newton", "block_size": 3, "retention": "tied"}, {}),
+    (DeltaNet, {"rule": "pgdn"}, {"write_scale": 0.5}),
+    (GatedDeltaNet, {"rule": "pgdn", "squash": 2.0}, {"num_v_heads": 4, "beta_bias": 0.5}),
 ]
 layers = pytest.mark.parametrize(("layer", "preconditioner", "shape"), LAYERS)
 
@@ -41,23 +57,27 @@ def by_hand(mixer, x):
     H, HV, K, V = mixer.num_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
     q, k, v = (by_hand_convolution(x @ p[f"{n}_proj.weight"].T, p[f"{n}_conv1d.weight"]) for n in "qkv")
     settings = mixer.preconditioner.config if mixer.preconditioner else None
+    gate_bias = p.get("b_proj.bias", torch.zeros(HV))
     outputs = torch.zeros(*x.shape[:2], HV, V, dtype=x.dtype)
     for b in range(x.shape[0]):
         for h in range(HV):
             key_head = h // (HV // H)
             S, d = torch.zeros(K, V, dtype=x.dtype), torch.ones(K, dtype=x.dtype)
-            if settings and settings.initial_scale:
+            write_key = BY_HAND[settings.rule](settings, p, key_head, K) if settings else None
+            if isinstance(settings, PreconditionerConfig) and settings.initial_scale:
                 d = p["preconditioner.log_scale"][h].exp()
                 d = d.clamp(*settings.bounds) if settings.initial_scale == "projected" else d
             for t in range(x.shape[1]):
                 x_t = x[b, t]
                 q_t, k_t = (z[b, t, key_head * K : (key_head + 1) * K] for z in (q, k))
                 q_t, k_t = (z / (z.square().sum() + 1e-6).sqrt() for z in (q_t, k_t))
-                beta = (p["b_proj.weight"] @ x_t)[h].sigmoid()
+                beta = mixer.write_scale * (p["b_proj.weight"] @ x_t + gate_bias)[h].sigmoid()
                 decay = by_hand_decay(mixer, p, x_t, h)
                 S = decay[:, None] * S
                 w_t = d * k_t
-                if settings:
+                if write_key:
+                    w_t = write_key(x_t, k_t, beta, by_hand_retention(settings, p, x_t, h, K, decay))
+                elif settings:
                     r = by_hand_retention(settings, p, x_t, h, K, decay)
                     b_t = beta if settings.beta_aware else 1.0
                     d = r * d + settings.eta * b_t * (1 - b_t * d @ k_t**2) / max(k_t @ k_t, 1e-6) * k_t**2
@@ -71,6 +91,44 @@ def by_hand(mixer, x):
     if isinstance(mixer, KimiDeltaAttention):
         flat = flat * (x @ p["g_proj.0.weight"].T @ p["g_proj.1.weight"].T + p["g_proj.1.bias"]).sigmoid()
     return flat @ p["o_proj.weight"].T
+
+
+def by_hand_newton(settings, p, key_head, K):
+    """A whole matrix P, of which only the blocks are ever written."""
+    b = settings.block_size
+    same_block = torch.block_diag(*[torch.ones(b, b, dtype=torch.float64)] * (K // b))
+    P = settings.prior * torch.eye(K, dtype=torch.float64)
+
+    def write_key(x_t, k_t, beta, r):
+        nonlocal P
+        y = P @ k_t
+        n = 1 + beta * (k_t @ y)
+        P = P - beta / n * same_block * torch.outer(y, y)
+        if settings.retention == "tied":
+            r = r.log().unflatten(0, (-1, b)).mean(1).exp().repeat_interleave(b)
+        r = torch.as_tensor(r, dtype=P.dtype).expand(K)
+        P = r[:, None] * P + torch.diag(1 - r) * settings.prior
+        return y / n
+
+    return write_key
+
+
+def by_hand_pgdn(settings, p, key_head, K):
+    p = {name.removeprefix("preconditioner."): x for name, x in p.items() if "preconditioner" in name}
+    A = torch.zeros(K, dtype=torch.float64)
+
+    def write_key(x_t, k_t, beta, r):
+        nonlocal A
+        a, gain = (p[f"{n}_proj.weight"][key_head] @ x_t for n in "ab")
+        g = -p["A_log"][key_head].exp() * F.softplus(a + p["dt_bias"][key_head])
+        A = g.exp() * A + gain.sigmoid() * k_t**2
+        z = (A + settings.eps).log() - p["center"][key_head]
+        return settings.squash ** (-z / (1 + z.abs())) * k_t
+
+    return write_key
+
+
+BY_HAND = {"hypergradient": lambda *_: None, "newton": by_hand_newton, "pgdn": by_hand_pgdn}
 
 
 def by_hand_convolution(x, weight):
@@ -91,6 +149,8 @@ def by_hand_decay(mixer, p, x_t, h):
 
 
 def by_hand_retention(settings, p, x_t, h, K, decay):
+    if settings.rule == "pgdn":
+        return None
     if settings.retention == "tied":
         return decay
     if isinstance(settings.retention, str):
@@ -284,11 +344,13 @@ def test_operator_inputs_are_what_the_recurrence_is_called_with(layer, precondit
         with mixer.recurrence.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
             y, after = mixer(x, state, cu_seqlens=cuts)
         o, recurrent, scale = mixer.recurrence(inputs, True)
-    torch.testing.assert_close(inputs._asdict(), seen[0]._asdict(), rtol=0, atol=0)
+    assert inputs.rule == seen[0].rule
+    torch.testing.assert_close(inputs[:-1], seen[0][:-1], rtol=0, atol=0)
     torch.testing.assert_close(tuple(after), (recurrent, scale, *tails), rtol=0, atol=0)
     torch.testing.assert_close(y, mixer.o_proj(mixer.read_out(o, x).flatten(-2)), rtol=0, atol=0)
     assert (inputs.preconditioner is None) == (preconditioner is None)
     assert inputs.initial_state is state.recurrent
     assert inputs.cu_seqlens is cuts
     if preconditioner is not None:
-        assert inputs.preconditioner["initial_scale"] is state.scale
+        name = {"newton": "initial_covariance", "pgdn": "initial_gram"}.get(inputs.rule, "initial_scale")
+        assert inputs.preconditioner[name] is state.scale

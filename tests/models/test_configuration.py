@@ -84,10 +84,14 @@ def test_a_configuration_survives_being_saved(tmp_path):
     assert (loaded.head_k_dim, loaded.head_v_dim, loaded.intermediate_size) == (16, 16, 256)
 
 
-def test_there_are_twenty_presets():
-    assert len(PRESETS) == 20
+NEWTON = ["osdn-newton", "osgdn-newton", "oskda-newton"]
+PAPER = [name for name in PRESETS if name.rsplit("-", 1)[0] not in NEWTON]
+
+
+def test_there_are_twenty_presets_of_the_paper_and_six_of_newton():
+    assert len(PRESETS) == 26
     nine = ["delta_net", "osdn", "osdn-apf", "gdn", "osgdn", "osgdn-apf", "kda", "oskda", "oskda-apf"]
-    names = [f"{name}-{size}" for size in ("340m", "tiny") for name in nine] + [
+    names = [f"{name}-{size}" for size in ("340m", "tiny") for name in (*nine, *NEWTON)] + [
         "delta_net-1.3b",
         "osdn-apf-1.3b",
     ]
@@ -114,13 +118,68 @@ def test_presets_have_the_sizes_of_the_paper(preset):
     assert (d.preset, d.parameters, d.preconditioner_parameters) == (preset, count, expected_extra)
     assert d.state_mib == state
     assert round(d.scale_mib, 3) == (scale if config.preconditioner is not None else 0)
-    assert d.paper_state_mib is not None
-    assert round(d.state_mib + d.scale_mib, 3) == pytest.approx(d.paper_state_mib, abs=1e-3)
+    if preset in PAPER:
+        assert d.paper_state_mib is not None
+        assert round(d.state_mib + d.scale_mib, 3) == pytest.approx(d.paper_state_mib, abs=1e-3)
     assert {m.weight.dtype for m in model.modules() if hasattr(m, "weight")} == {torch.float32}
 
 
+def test_newton_presets_add_no_parameter_and_forget_as_their_states_do():
+    for name in NEWTON:
+        config = OSDNConfig.from_preset(f"{name}-340m")
+        retention = None if config.backbone == "delta_net" else "tied"
+        assert config.preconditioner == {
+            "rule": "newton", "prior": 1.0, "block_size": 1, "retention": retention
+        }  # fmt: skip
+        assert describe(f"{name}-340m").preconditioner_parameters == 0
+
+
+def test_a_covariance_of_blocks_counts_as_what_it_is():
+    plain, blocks = (
+        describe(
+            OSDNConfig.from_preset("osdn-newton-340m", preconditioner={"rule": "newton", "block_size": b})
+        )
+        for b in (1, 16)
+    )
+    assert blocks.scale_mib == 16 * plain.scale_mib
+    assert blocks.forward_flops > plain.forward_flops
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"preconditioner": {"rule": "newtonian"}}, "rule is 'newtonian'; it must be one of hypergradient"),
+        ({"preconditioner": {"rule": "newton", "eta": 0.1}}, "newton has no setting eta; it has prior"),
+        ({"preconditioner": {"rule": "newton", "block_size": 3}}, "block_size is 3; it must divide the 16"),
+        (
+            {"preconditioner": {"rule": "newton", "retention": "learned_per_channel"}},
+            "retention is 'learned_",
+        ),
+        ({"preconditioner": {"rule": "newton", "retention": "tied"}}, "tied"),
+        ({"preconditioner": {"rule": "newton", "prior": 0}}, "prior is 0"),
+        ({"preconditioner": {"rule": "pgdn", "squash": 0.5}}, "squash is 0.5"),
+        ({"beta_bias": float("nan")}, "beta_bias is nan"),
+        ({"write_scale": -1}, "write_scale is -1"),
+        ({"block_size": 4}, "block_size must be set inside preconditioner"),
+    ],
+)
+def test_rules_and_write_gates_that_cannot_be_are_refused(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        OSDNConfig(hidden_size=64, num_heads=4, **settings)
+
+
+@pytest.mark.parametrize("rule", ["newton", "pgdn"])
+def test_the_settings_of_other_rules_survive_being_saved(rule, tmp_path):
+    config = OSDNConfig(preconditioner={"rule": rule}, hidden_size=64, num_heads=4, beta_bias=-2)
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert loaded.preconditioner == config.preconditioner
+    assert loaded.preconditioner["rule"] == rule
+    assert (loaded.beta_bias, loaded.write_scale) == (-2, 1.0)
+
+
 def test_preset_preconditioners_are_those_of_the_paper():
-    for name in PRESETS:
+    for name in PAPER:
         variant = name.rsplit("-", 1)[0]
         settings = OSDNConfig.from_preset(name).preconditioner
         if variant in ("delta_net", "gdn", "kda"):

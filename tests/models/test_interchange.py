@@ -34,6 +34,16 @@ CONFIGS = {
         "head_dim": 16, "expand_v": 1.0, "num_v_heads": None, "allow_neg_eigval": False,
         "architectures": ["KDAForCausalLM"],
     },
+    "precond_gated_deltanet": {
+        "head_dim": 12, "expand_v": 2.0, "num_v_heads": None, "use_gate": True, "allow_neg_eigval": False,
+        "squash_x": 1.75, "squash_eps": 1e-5, "log_atk_scale_init": -0.1,
+        "architectures": ["PrecondGatedDeltaNetForCausalLM"],
+    },
+    "precond_kda": {
+        "head_dim": 16, "expand_v": 1.0, "num_v_heads": None, "allow_neg_eigval": False,
+        "squash_x": 1.5, "squash_eps": 1e-6, "log_atk_scale_init": -0.2,
+        "architectures": ["PrecondKDAForCausalLM"],
+    },
 }  # fmt: skip
 SHELL = {
     "model.embeddings.weight": (50, 32), "model.norm.weight": (32,), "lm_head.weight": (50, 32),
@@ -64,7 +74,11 @@ MIXERS = {
         "o_norm.weight": (16,), "o_proj.weight": (32, 32),
     },
 }  # fmt: skip
-kinds = pytest.mark.parametrize("kind", CONFIGS)
+ATK = {"b_atk_proj.weight": (2, 32), "A_log_atk": (2,), "dt_bias_atk": (2,), "log_atk_scale": (2,)}
+MIXERS["precond_gated_deltanet"] = MIXERS["gated_deltanet"] | ATK | {"a_atk_proj.weight": (2, 32)}
+MIXERS["precond_kda"] = MIXERS["kda"] | ATK | {"a_proj.weight": (2, 32)}
+kinds = pytest.mark.parametrize("kind", ["delta_net", "gated_deltanet", "kda"])
+preconditioned = pytest.mark.parametrize("kind", ["precond_gated_deltanet", "precond_kda"])
 
 
 def checkpoint(path, kind, config=(), drop=(), add=()):
@@ -89,6 +103,45 @@ def test_a_checkpoint_loads_whole(kind, tmp_path):
     assert model.config.intermediate_size == 256
     with torch.no_grad():
         assert model(tokens(1, 5) % 50).logits.isfinite().all()
+
+
+@preconditioned
+def test_a_preconditioned_checkpoint_loads_whole_and_goes_back(kind, tmp_path):
+    weights = checkpoint(tmp_path, kind)
+    model = load_flash_linear_attention(tmp_path).eval()
+    assert model.config.preconditioner["rule"] == "pgdn"
+    assert model.config.preconditioner["squash"] == CONFIGS[kind]["squash_x"]
+    attn = model.model.layers[0].attn
+    a_proj = "a_atk_proj" if kind == "precond_gated_deltanet" else "a_proj"
+    for ours, theirs in (
+        (attn.preconditioner.a_proj.weight, f"{a_proj}.weight"),
+        (attn.preconditioner.b_proj.weight, "b_atk_proj.weight"),
+        (attn.preconditioner.A_log, "A_log_atk"),
+        (attn.preconditioner.dt_bias, "dt_bias_atk"),
+        (attn.preconditioner.center, "log_atk_scale"),
+        (attn.A_log, "A_log"),
+    ):
+        assert torch.equal(ours, weights[f"model.layers.0.attn.{theirs}"])
+    ids = tokens(1, 9) % 50
+    with torch.no_grad():
+        want = model(ids).logits
+        model.save_pretrained(tmp_path / "ours")
+        assert torch.equal(OSDNForCausalLM.from_pretrained(tmp_path / "ours")(ids).logits, want)
+        save_flash_linear_attention(model, tmp_path / "theirs")
+        again = load_file(tmp_path / "theirs" / "model.safetensors")
+        assert again.keys() == weights.keys()
+        assert all(torch.equal(again[name], weights[name]) for name in weights)
+        assert torch.equal(load_flash_linear_attention(tmp_path / "theirs")(ids).logits, want)
+
+
+@preconditioned
+def test_a_preconditioned_checkpoint_is_loaded_strictly_and_as_it_is(kind, tmp_path):
+    checkpoint(tmp_path, kind)
+    with pytest.raises(ValueError, match="preconditioner of its own"):
+        load_flash_linear_attention(tmp_path, preconditioner={})
+    checkpoint(tmp_path, kind, drop=["model.layers.0.attn.log_atk_scale"])
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.0\.attn\.preconditioner\.center"):
+        load_flash_linear_attention(tmp_path)
 
 
 @kinds
@@ -188,6 +241,11 @@ def test_a_preconditioned_model_is_not_saved_in_a_form_without_preconditioners(t
     with pytest.raises(ValueError, match="no online preconditioner"):
         save_flash_linear_attention(make("osdn"), tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_a_write_gate_of_ours_is_not_saved_in_a_form_without_it(tmp_path):
+    with pytest.raises(ValueError, match="beta_bias is -2"):
+        save_flash_linear_attention(make("delta_net, write gate"), tmp_path / "model")
 
 
 def test_a_preconditioned_model_keeps_the_names(tmp_path):

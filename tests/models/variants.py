@@ -1,12 +1,12 @@
-"""The nine variants and the ablations, small, odd in shape, and far from their first values."""
+"""Every variant, ablation and rule of phase 1: small, odd in shape, and far from its first values."""
 
 import torch
 
 from osdn import OSDNConfig, OSDNForCausalLM
-from osdn.models.presets import VARIANTS as NINE
+from osdn.models.presets import VARIANTS as PRESET_VARIANTS
 
 STRONG = 2.0  # a step size with which the scale reaches its bounds within a few tokens
-VARIANTS = {name: (backbone, settings, {}) for name, (backbone, settings) in NINE.items()}
+VARIANTS = {name: (backbone, settings, {}) for name, (backbone, settings) in PRESET_VARIANTS.items()}
 VARIANTS |= {
     "osdn, constant retention": ("delta_net", {"retention": 0.9}, {}),
     "osdn, D0": ("delta_net", {"initial_scale": "projected"}, {}),
@@ -17,12 +17,31 @@ VARIANTS |= {
     "osgdn-apf, grouped values": ("gated_delta_net", {"retention": "tied"}, {"num_v_heads": 6}),
     "oskda, retention a channel": ("kda", {"retention": "learned_per_channel"}, {}),
     "oskda, tied retention": ("kda", {"retention": "tied"}, {}),
+    "osdn-newton, one block": (
+        "delta_net",
+        {"rule": "newton", "block_size": 10, "retention": "learned", "prior": 2.0},
+        {"beta_bias": -1.0},
+    ),
+    "osgdn-newton, blocks, grouped values": (
+        "gated_delta_net",
+        {"rule": "newton", "block_size": 2, "retention": "tied"},
+        {"num_v_heads": 6, "write_scale": 2.0},
+    ),
+    "oskda-newton, blocks": ("kda", {"rule": "newton", "block_size": 3, "retention": "tied"}, {}),
+    "pgdn on delta_net": ("delta_net", {"rule": "pgdn"}, {}),
+    "pgdn, grouped values": ("gated_delta_net", {"rule": "pgdn", "squash": 2.0}, {"num_v_heads": 6}),
+    "pkda": ("kda", {"rule": "pgdn"}, {"beta_bias": 0.5}),
+    "delta_net, write gate": ("delta_net", None, {"beta_bias": -2.0, "write_scale": 0.5}),
 }
+
+
+# Those that some analyses are about: the paper's rule, and no rule at all.
+ONLINE_SCALING = [name for name, (_, settings, _) in VARIANTS.items() if "rule" not in (settings or {})]
 
 
 def make_config(variant: str, **overrides) -> OSDNConfig:
     backbone, settings, shape = VARIANTS[variant]
-    if settings is not None:
+    if settings is not None and "rule" not in settings:
         settings = {"eta": STRONG} | settings
     sizes = {
         "hidden_size": 30,

@@ -4,6 +4,8 @@ A problem is stored in float32, so that every dtype computes on the very same nu
 the outputs together with the gradients of every tensor argument, of a loss that sees all outputs.
 """
 
+import inspect
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,18 +15,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from osdn.ops import available_backends, delta_rule, online_scaled_delta_rule, precondition_keys
+from osdn.ops import (
+    available_backends,
+    delta_rule,
+    newton_delta_rule,
+    newton_keys,
+    online_scaled_delta_rule,
+    pgdn_delta_rule,
+    pgdn_keys,
+    precondition_keys,
+)
 
 BACKENDS = [name for name in available_backends() if name != "reference"]
+# The rules of phase 1: on its own, with phase 2, and what the state is called that it carries.
+PHASE_1 = {precondition_keys: "scale", newton_keys: "covariance", pgdn_keys: "gram"}
+BOTH = {online_scaled_delta_rule: "scale", newton_delta_rule: "covariance", pgdn_delta_rule: "gram"}
+OPERATORS = [*PHASE_1, delta_rule, *BOTH]
 OUTPUTS = {
-    precondition_keys: ("write_keys", "final_scale"),
     delta_rule: ("o", "final_state"),
-    online_scaled_delta_rule: ("o", "final_state", "final_scale"),
+    **{operator: ("write_keys", f"final_{state}") for operator, state in PHASE_1.items()},
+    **{operator: ("o", "final_state", f"final_{state}") for operator, state in BOTH.items()},
 }
-# What each operator does not take.
-SCALING = ("eta", "bounds", "beta_aware", "retention", "initial_scale")
-STATE = ("q", "v", "write_keys", "log_decay", "initial_state", "scale", "output_final_state")
-FOREIGN = {precondition_keys: STATE, delta_rule: SCALING, online_scaled_delta_rule: ("write_keys",)}
 
 # A float32 result below this has lost digits to underflow, which is no error of the algorithm.
 UNDERFLOW = 1e-30
@@ -46,7 +57,10 @@ class Config:
     bounds: tuple[float, float] | None = (0.5, 2.0)
     eta: float = 0.003
     beta_aware: bool = True
-    initial_scale: str = "none"  # none | shared | each
+    prior: float = 1.0
+    block: int = 1  # channels per block of a covariance, so far as they divide K; 0 is all of them
+    squash: float = 1.5
+    initial_scale: str = "none"  # none | shared | each; so, too, of a covariance and of a Gram diagonal
     initial_state: bool = False
     scale: float | None = None
     alike: float = 0.0  # how much the keys have in common
@@ -60,10 +74,11 @@ class Problem:
 
     def arguments(self, operator: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The part of the problem that `operator` takes."""
-        tensors, options = (
-            {name: x for name, x in part.items() if name not in FOREIGN[operator]}
-            for part in (self.tensors, self.options)
-        )
+        taken = inspect.signature(operator).parameters
+        tensors = {name: x for name, x in self.tensors.items() if name in taken}
+        options = {name: x for name, x in self.options.items() if name in taken}
+        if "block_size" in taken and tensors.get("retention", torch.empty(0)).ndim == 4:
+            tensors["retention"] = tensors["retention"][..., :: options["block_size"]]  # one per block
         return tensors, options
 
 
@@ -88,6 +103,8 @@ def make(config: Config) -> Problem:
         "v": normal(B, T, HV, c.V),
         "beta": beta,
         "write_keys": k.repeat_interleave(c.group, 2) * uniform(0.5, 2, B, T, HV, c.K),
+        "gain": uniform(0, 1, B, T, HV),
+        "center": uniform(-0.5, 0.5, HV),
     }
     shapes = {"head": (B, T, HV), "channel": (B, T, HV, c.K)}
     if c.decay != "none":
@@ -96,15 +113,22 @@ def make(config: Config) -> Problem:
         tensors["retention"] = tensors["log_decay"].exp() if c.decay != "none" else uniform(0, 1, B, T, HV)
     elif c.retention in shapes:
         tensors["retention"] = uniform(0.8, 1, *shapes[c.retention])
+    block = math.gcd(c.K, c.block)
     if c.initial_scale != "none":
         shape = (HV, c.K) if c.initial_scale == "shared" else (N, HV, c.K)
         tensors["initial_scale"] = uniform(0.6, 1.8, *shape)
+        root = normal(*shape[:-1], c.K // block, block, block) / (2 * block**0.5)
+        tensors["initial_covariance"] = c.prior * root @ root.mT
+        tensors["initial_gram"] = uniform(0, 2, *shape)
     if c.initial_state:
         tensors["initial_state"] = normal(N, HV, c.K, c.V)
     options: dict[str, Any] = {
         "eta": c.eta,
         "bounds": c.bounds,
         "beta_aware": c.beta_aware,
+        "prior": c.prior,
+        "block_size": block,
+        "squash": c.squash,
         "scale": c.scale,
         "output_final_state": True,
     }

@@ -10,12 +10,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from osdn.ops import available_backends, delta_rule, online_scaled_delta_rule, operators, precondition_keys
-from tests.ops.problems import Config, answer, assert_close, make
+from osdn.ops import (
+    available_backends,
+    delta_rule,
+    newton_delta_rule,
+    newton_keys,
+    online_scaled_delta_rule,
+    operators,
+    precondition_keys,
+)
+from tests.ops.problems import OPERATORS, Config, answer, assert_close, make
 
-OPERATORS = [precondition_keys, delta_rule, online_scaled_delta_rule]
-TENSORS = ("q", "k", "v", "beta", "write_keys", "log_decay", "retention", "initial_scale", "initial_state")
-REQUIRED = ("q", "k", "v", "beta")
+TENSORS = (
+    "q", "k", "v", "beta", "gain", "write_keys", "log_decay", "retention", "center", "initial_state",
+    "initial_scale", "initial_covariance", "initial_gram",
+)  # fmt: skip
+REQUIRED = ("q", "k", "v", "beta", "gain", "center")
 CONFIG = Config(
     (4, 3),
     packed=True,
@@ -39,7 +49,7 @@ def misshapen(name, x):
     yield x[None]
     yield x[..., :0]
     yield x.sum()
-    if name != "initial_scale":  # which may be shared by all sequences
+    if not name.startswith("initial_") or name == "initial_state":  # others may be shared by all sequences
         yield x[0]
     for dim in range(x.ndim):
         yield torch.cat([x, x.narrow(dim, 0, 1)], dim)
@@ -48,11 +58,11 @@ def misshapen(name, x):
 
 def malformed_tensors(name, x):
     yield from (x.long(), x.bool(), x.to(torch.complex64), x.to(torch.float8_e4m3fn))
-    yield from (x.to("meta"), x.to_sparse(), torch.nested.nested_tensor([x[0]], layout=torch.jagged))
+    yield from (x.to("meta"), x.to_sparse(), torch.nested.nested_tensor([x[:1]], layout=torch.jagged))
     yield from ("tensor", x.tolist(), x.numpy(), object())
     if name in REQUIRED:
         yield None
-    if name != "retention":
+    if name not in ("retention", "center"):
         yield 1.0
 
 
@@ -74,6 +84,9 @@ MALFORMED_OPTIONS = {
         "ab",
         torch.tensor([0.5, 2.0]),
     ],
+    "prior": [0, -1.0, torch.nan, torch.inf, 1e39, 10**400, None, "1", True, torch.tensor(1.0)],
+    "block_size": [0, -1, 2, 5, 1.0, None, "1", True, torch.tensor(1)],
+    "squash": [0.99, -1.5, torch.nan, torch.inf, None, "1.5", True, torch.tensor(1.5)],
     "beta_aware": [None, 1, 0, "yes", torch.tensor(True)],
     "output_final_state": [None, 1, "yes", torch.tensor([])],
     "retention": [-0.1, torch.nan, torch.inf, 10**400, True],
@@ -135,7 +148,7 @@ def test_a_malformed_argument_is_named(operator, name, backend):
 @cases(*TENSORS)
 def test_a_shape_that_does_not_fit_is_refused(operator, name):
     """The message names the argument; of those that set the sizes, maybe another one's."""
-    named = "|".join(TENSORS) if name in ("k", "v", "beta") else name
+    named = "|".join((*TENSORS, "block_size")) if name in ("k", "v", "beta", "gain") else name
     for bad in misshapen(name, good(operator)[name]):
         refuses(operator, good(operator) | {name: bad}, f"({named})", "auto")
 
@@ -165,6 +178,10 @@ def test_value_heads_are_a_multiple_of_key_heads():
     arguments = good(precondition_keys) | {"retention": None, "initial_scale": None}
     for heads in (1, 3, 6):
         refuses(precondition_keys, arguments | {"beta": torch.rand(1, 7, heads)}, "beta", "auto")
+
+
+def test_a_covariance_keeps_at_most_all_of_itself():
+    refuses(newton_keys, good(newton_keys) | {"retention": 1.001}, "retention", "auto")
 
 
 def test_a_refusal_says_what_it_got_and_what_it_wants():
@@ -206,20 +223,23 @@ def test_numbers_of_numpy_are_numbers():
 
 
 @pytest.mark.parametrize("backend", available_backends())
-def test_a_positive_log_decay_is_warned_of_once(backend, monkeypatch):
+@pytest.mark.parametrize(
+    "operator", [delta_rule, online_scaled_delta_rule, newton_delta_rule], ids=lambda f: f.__name__
+)
+def test_a_positive_log_decay_is_warned_of_once(backend, operator, monkeypatch):
     monkeypatch.setattr(operators, "_warn_of_growth", cache(operators._warn_of_growth.__wrapped__))
     x, beta = torch.randn(1, 5, 2, 4), torch.rand(1, 5, 2)
     log_decay = torch.zeros(1, 5, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        delta_rule(x, x, x, beta, log_decay=log_decay, backend=backend)
+        operator(x, x, x, beta, log_decay=log_decay, backend=backend)
     log_decay[0, 3, 1] = 0.01
     with pytest.warns(UserWarning, match="is a minus sign missing") as caught:
-        delta_rule(x, x, x, beta, log_decay=log_decay, backend=backend)
+        operator(x, x, x, beta, log_decay=log_decay, backend=backend)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        delta_rule(x, x, x, beta, log_decay=log_decay, backend=backend)
+        operator(x, x, x, beta, log_decay=log_decay, backend=backend)
 
 
 @pytest.mark.parametrize("backend", available_backends())

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from osdn.ops import available_backends, online_scaled_delta_rule
+from osdn.ops import available_backends, newton_delta_rule, online_scaled_delta_rule, pgdn_delta_rule
 from tests.ops.problems import Config, answer, make
 
-PER_TOKEN = ("q", "k", "v", "beta", "log_decay", "retention")
+PER_TOKEN = ("q", "k", "v", "beta", "gain", "log_decay", "retention")
+PHASE_2 = ("q", "k", "v", "beta", "log_decay", "retention", "initial_state")
 LENGTHS, H, GROUP = (70, 0, 5, 70), 2, 2
 SICK = 2, 1  # the sequence and the key head that are not well
 
@@ -31,8 +32,17 @@ def sick_part(x: torch.Tensor, per_token: bool, packed: bool) -> torch.Tensor:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", ["head", "channel"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-@pytest.mark.parametrize("where", [*PER_TOKEN, "initial_state", "initial_scale"])
-def test_a_sick_head_infects_no_other(backend, packed, decay, poison, where):
+@pytest.mark.parametrize(
+    ("operator", "block", "where"),
+    [
+        *((online_scaled_delta_rule, 1, where) for where in (*PHASE_2, "initial_scale")),
+        *((newton_delta_rule, 2, where) for where in ("k", "beta", "retention", "initial_covariance")),
+        *((newton_delta_rule, 1, where) for where in ("k", "initial_covariance")),
+        *((pgdn_delta_rule, 1, where) for where in ("k", "gain", "retention", "initial_gram")),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_a_sick_head_infects_no_other(backend, packed, decay, poison, operator, block, where):
     lengths = LENGTHS if packed else (LENGTHS[-1],) * len(LENGTHS)
     problem = make(
         Config(
@@ -40,7 +50,8 @@ def test_a_sick_head_infects_no_other(backend, packed, decay, poison, where):
             packed=packed,
             H=H,
             group=GROUP,
-            K=5,
+            K=6,
+            block=block,
             V=3,
             decay=decay,
             retention="channel",
@@ -49,12 +60,13 @@ def test_a_sick_head_infects_no_other(backend, packed, decay, poison, where):
             initial_scale="each",
         )
     )
-    healthy = answer(online_scaled_delta_rule, problem, backend, torch.float32)
+    healthy = answer(operator, problem, backend, torch.float32)
     x = problem.tensors[where]
     mask = sick_part(x, where in PER_TOKEN, packed)
     chosen = mask.nonzero()[len(mask.nonzero()) // 2]  # one element in the middle
     x[tuple(chosen)] = poison
-    got = answer(online_scaled_delta_rule, problem, backend, torch.float32)
+    got = answer(operator, problem, backend, torch.float32)
+    assert got.pop("grad_center", torch.zeros(())).isnan().sum() < H * GROUP  # shared by the sequences
     for name, value in got.items():
         per_token = name.removeprefix("grad_") in (*PER_TOKEN, "o")
         well = ~sick_part(value, per_token, packed)

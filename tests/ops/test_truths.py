@@ -1,11 +1,22 @@
 """The operators, the reference included, compute what the paper and independent implementations say."""
 
+import math
+
 import pytest
 import torch
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from osdn.ops import available_backends, delta_rule, online_scaled_delta_rule, precondition_keys
+from osdn.ops import (
+    available_backends,
+    delta_rule,
+    newton_delta_rule,
+    newton_keys,
+    online_scaled_delta_rule,
+    pgdn_delta_rule,
+    pgdn_keys,
+    precondition_keys,
+)
 from tests.ops.problems import Config, answer, assert_close, make, relative_error
 
 every_backend = pytest.mark.parametrize("backend", available_backends())
@@ -162,14 +173,21 @@ def test_a_decay_of_one_is_no_decay(backend, decay):
 
 
 @every_backend
-def test_one_pass_is_both_phases(backend):
-    problem = make(
-        Config((50, 3), packed=True, H=2, group=2, K=9, V=11, decay="head", retention="tied", eta=0.3)
-    )
-    t, options = problem.arguments(online_scaled_delta_rule)
-    o, state, scale = online_scaled_delta_rule(**t, **options, backend=backend)
-    t, options = problem.arguments(precondition_keys)
-    problem.tensors["write_keys"], scale_1 = precondition_keys(**t, **options, backend=backend)
+@pytest.mark.parametrize(
+    ("phase_1", "both"),
+    [
+        (precondition_keys, online_scaled_delta_rule),
+        (newton_keys, newton_delta_rule),
+        (pgdn_keys, pgdn_delta_rule),
+    ],
+)
+def test_one_pass_is_both_phases(backend, phase_1, both):
+    sizes = {"H": 2, "group": 2, "K": 9, "V": 11, "block": 3}
+    problem = make(Config((50, 3), packed=True, **sizes, decay="head", retention="tied", eta=0.3))
+    t, options = problem.arguments(both)
+    o, state, scale = both(**t, **options, backend=backend)
+    t, options = problem.arguments(phase_1)
+    problem.tensors["write_keys"], scale_1 = phase_1(**t, **options, backend=backend)
     t, options = problem.arguments(delta_rule)
     o_2, state_2 = delta_rule(**t, **options, backend=backend)
     for a, b in ((o, o_2), (state, state_2), (scale, scale_1)):
@@ -187,6 +205,87 @@ def test_retention_of_every_shape_says_the_same(backend):
     for a, b, c in zip(number, head, channel):
         assert relative_error(a, b) < 1e-6
         assert relative_error(a, c) < 1e-6
+
+
+@every_backend
+@pytest.mark.parametrize("prior", [0.5, 3.0])
+def test_one_block_solves_the_ridge_regression(backend, prior):
+    """argmin_S sum_i beta_i |S' k_i - v_i|^2 + |S|^2 / prior, at every token."""
+    problem = make(Config((40, 40), H=1, group=2, K=7, V=5, block=0, prior=prior, scale=1.0))
+    t, options = problem.arguments(newton_delta_rule)
+    t = {name: x.double() for name, x in t.items()}
+    o, state, covariance = newton_delta_rule(**t, **options, backend=backend)
+    k, q = shared_heads(t["k"], 2), shared_heads(t["q"], 2)
+    for n, head, length in ((0, 0, 40), (1, 1, 40), (0, 1, 23), (1, 0, 1)):
+        X, Y, beta = (x[n, :length, head] for x in (k, t["v"], t["beta"]))
+        A = X.mT @ (beta[:, None] * X) + torch.eye(7, dtype=X.dtype) / prior
+        S = torch.linalg.solve(A, X.mT @ (beta[:, None] * Y))
+        assert relative_error(o[n, length - 1, head], S.mT @ q[n, length - 1, head]) < 1e-9
+        if length == 40:
+            assert relative_error(state[n, head], S) < 1e-9
+            assert relative_error(covariance[n, head, 0], A.inverse()) < 1e-9
+
+
+@every_backend
+@pytest.mark.parametrize("block", [1, 4, 0])
+def test_a_covariance_stays_between_zero_and_its_prior_and_no_write_overshoots(backend, block):
+    """Whatever the keys, their lengths and the write strengths; retention included."""
+    problem = make(Config((300,), K=12, block=block, prior=2.0, retention="tied", alike=0.5))
+    t, options = problem.arguments(newton_keys)
+    t["k"], t["beta"] = 3 * t["k"], 5 * t["beta"]
+    for retention in (None, t["retention"]):
+        write_keys, P = newton_keys(**t | {"retention": retention}, **options, backend=backend)
+        eigenvalues = torch.linalg.eigvalsh(P)
+        assert eigenvalues.min() > -1e-6
+        assert eigenvalues.max() < 2.0 * (1 + 1e-6)
+        assert (t["beta"] * (write_keys * t["k"]).sum(-1)).max() < 1
+
+
+@every_backend
+@pytest.mark.parametrize("block", [1, 3])
+def test_retention_draws_a_covariance_to_its_prior(backend, block):
+    """Tokens of zeros change nothing else: P - prior shrinks by the retention at each."""
+    initial = make(Config((1,), K=6, block=block, initial_scale="each")).tensors["initial_covariance"]
+    silent = torch.zeros(1, 5, 2, 6), torch.ones(1, 5, 2)
+    _, P = newton_keys(
+        *silent, block_size=block, retention=0.9, prior=2.0, initial_covariance=initial, backend=backend
+    )
+    rest = 2.0 * torch.eye(block)
+    torch.testing.assert_close(P - rest, 0.9**5 * (initial - rest))
+
+
+@every_backend
+def test_only_the_symmetric_part_of_a_covariance_counts(backend):
+    k, beta, C = torch.randn(1, 9, 1, 4), torch.rand(1, 9, 1), torch.rand(1, 1, 2, 2, 2)
+    a = newton_keys(k, beta, block_size=2, initial_covariance=C, backend=backend)
+    b = newton_keys(k, beta, block_size=2, initial_covariance=(C + C.mT) / 2, backend=backend)
+    for x, y in zip(a, b):
+        assert torch.equal(x, y)
+
+
+@every_backend
+def test_squashed_keys_are_those_of_preconditioned_gated_deltanet(backend):
+    """arXiv 2604.21100, its sum written out: A_t = sum_s gain_s k_s^2 prod_(s < i <= t) r_i."""
+    t, _ = make(Config((30,), H=1, group=2, K=6, retention="head", initial_scale="each")).arguments(pgdn_keys)
+    t = {name: x.double() for name, x in t.items()}
+    t["retention"] = t["retention"] * 0.9
+    got, gram = pgdn_keys(**t, squash=1.7, eps=1e-4, backend=backend)
+    k = shared_heads(t["k"], 2)
+    for now in (0, 7, 29):
+        A = t["retention"][:, : now + 1].prod(1)[..., None] * t["initial_gram"]
+        for s in range(now + 1):
+            kept = t["retention"][:, s + 1 : now + 1].prod(1) * t["gain"][:, s]  # [1, HV]
+            A = A + kept[..., None] * k[:, s] ** 2
+        x = (A + 1e-4).log() - t["center"][:, None]
+        torch.testing.assert_close(got[:, now], torch.exp(-math.log(1.7) * x / (1 + x.abs())) * k[:, now])
+    torch.testing.assert_close(gram, A)
+
+
+@every_backend
+def test_a_squash_of_one_leaves_keys_as_they_are(backend):
+    t, _ = make(Config((30,), group=2)).arguments(pgdn_keys)
+    write_keys, _ = pgdn_keys(**t, squash=1, backend=backend)
+    torch.testing.assert_close(write_keys, shared_heads(t["k"], 4))
 
 
 @every_backend

@@ -7,7 +7,7 @@ at a time; each should name it, and `needed` says whether the relation is expect
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import osdn
+from osdn.analysis.theory import newton as nwt
 from osdn.analysis.theory import population as pop
 from osdn.analysis.theory import token_local as tok
 from osdn.analysis.theory.check import Check, merge
@@ -127,6 +128,19 @@ def statements(config: Config) -> list[Check]:
         tok.counter_example(backend=config.backend)[0],
         tok.repeated_keys(*tok.repeated_keys_problem(generator, B)),
         tok.regret_decomposition(plain).check("Regret in three parts, tokens"),
+        *newton_statements(generator, B, backend),
+    ]
+
+
+def newton_statements(generator: torch.Generator, B: int, backend: str) -> list[Check]:
+    """Newton scaling with a diagonal, with blocks, and with one block for all channels."""
+    problems = [nwt.random_problem(generator, B, block_size, backend=backend) for block_size in (1, 2, 6)]
+    forgets_nothing = replace(problems[2], retention=torch.ones_like(problems[2].retention))
+    bounds = [nwt.covariance_bounds(p) for p in problems]
+    return [
+        *(merge(list(checks)) for checks in zip(*bounds)),
+        merge([nwt.no_overshoot(p) for p in problems]),
+        nwt.ridge_regression(forgets_nothing),
     ]
 
 
@@ -167,6 +181,19 @@ def violations(config: Config) -> list[Violation]:
         *bound_violations(p, generator),
         *repeated_key_violations(generator),
         *population_violations(generator),
+        *newton_violations(generator, config.backend),
+    ]
+
+
+def newton_violations(generator: torch.Generator, backend: str) -> list[Violation]:
+    p = nwt.random_problem(generator, 8, 1, backend=backend)
+    signed = replace(p, beta=p.beta - 2.5)
+    growing = replace(p, retention=p.retention + 0.3, beta=0.02 * p.beta)
+    return [
+        Violation(nwt.POSITIVE, nwt.covariance_bounds(signed)[1]),
+        Violation(nwt.KEPT, nwt.covariance_bounds(growing)[0]),
+        Violation(nwt.POSITIVE, nwt.no_overshoot(signed)),
+        Violation(nwt.RETAINED, nwt.ridge_regression(p)),
     ]
 
 

@@ -12,31 +12,32 @@ import struct
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from osdn.ops import checks, watched
-from osdn.ops.checks import Scaling
+from osdn.ops.checks import Newton, Phase1, Squash
 from osdn.ops.cpu.build import BuildError, library
 
 SPAN = 64  # tokens between two checkpoints, as in kernels.cpp
 
-# `struct Call` in heads.h: these pointers, then integers, then numbers.
+# `struct Call` in heads.h: these pointers, then integers, then numbers.  What phase 1 carries from token to
+# token is called the scale, whatever the rule.
 POINTERS = (
     *("q", "k", "v", "beta", "write_keys", "log_decay", "retention", "initial_scale", "initial_state"),
-    *("cu_seqlens", "out", "final_state", "final_scale"),
+    *("gain", "center", "cu_seqlens", "out", "final_state", "final_scale"),
     *("errors", "state_checkpoints", "scale_checkpoints"),
     *("grad_out", "grad_final_state", "grad_final_scale"),
     *("grad_q", "grad_k", "grad_v", "grad_beta", "grad_write_keys", "grad_log_decay", "grad_retention"),
-    *("grad_initial_scale", "grad_initial_state"),
+    *("grad_initial_scale", "grad_initial_state", "grad_gain", "grad_center"),
 )
 INTEGERS = (
     *("N", "T", "H", "HV", "K", "V"),
-    *("decay_kind", "retention_kind", "online", "beta_aware", "threads"),
+    *("decay_kind", "retention_kind", "rule", "block", "beta_aware", "threads"),
 )
-NUMBERS = ("eta", "low", "high", "eps", "constant_retention", "scale")
+NUMBERS = ("eta", "low", "high", "eps", "prior", "log_squash", "constant_retention", "scale")
 CALL = struct.Struct(f"{len(POINTERS) + len(INTEGERS)}q{len(NUMBERS)}d")
 
 
@@ -72,12 +73,35 @@ def _check_layout(compiled: ctypes.CDLL) -> None:
         raise RuntimeError("struct Call in osdn/ops/cpu/heads.h and the fields in osdn/ops/cpu differ")
 
 
-# What an operator takes beside tensors: eta, low, high, eps, the constant retention, the output's scale, and
-# whether the scale's feedback sees beta.  A flat list, because that is what an operator's schema can hold.
-def _numbers(settings: Scaling, retention: float | Tensor, scale: float) -> list[float]:
-    low, high = settings.bounds or (-math.inf, math.inf)
-    constant = retention if isinstance(retention, float) else 1.0
-    return [settings.eta, low, high, settings.eps, constant, scale, float(settings.beta_aware)]
+class Numbers(NamedTuple):
+    """What an operator takes beside tensors; a flat list of floats is what its schema can hold."""
+
+    rule: float = 0  # as in heads.h: none, scaling, Newton, squash
+    block: float = 1
+    beta_aware: float = 0
+    eta: float = 0.0
+    low: float = -math.inf
+    high: float = math.inf
+    eps: float = 1.0
+    prior: float = 1.0
+    log_squash: float = 0.0
+    retention: float = 1.0
+    scale: float = 1.0
+
+    def width(self, K: int) -> int:
+        """Elements of the state that phase 1 carries, per head."""
+        return K * int(self.block) if self.rule else 0
+
+
+def _numbers(phase1: Phase1, scale: float = 1.0) -> list[float]:
+    rule, constant = phase1.rule, phase1.retention if isinstance(phase1.retention, float) else 1.0
+    common = {"retention": constant, "scale": scale}
+    if isinstance(rule, Newton):
+        return list(Numbers(rule=2, block=rule.block_size, prior=rule.prior, **common))
+    if isinstance(rule, Squash):
+        return list(Numbers(rule=3, eps=rule.eps, log_squash=math.log(rule.bound), **common))
+    low, high = rule.bounds or (-math.inf, math.inf)
+    return list(Numbers(1, 1, rule.beta_aware, rule.eta, low, high, rule.eps, **common))
 
 
 def _run(
@@ -86,7 +110,6 @@ def _run(
     N: int,
     HV: int,
     numbers: list[float],
-    online: bool = True,
 ) -> None:
     """Packs a call and runs it: tensors on the CPU, of one dtype, their shapes and boundaries checked."""
     given = {name: x.resolve_neg().contiguous() for name, x in tensors.items() if x is not None}
@@ -94,10 +117,10 @@ def _run(
     _, T, H, K = k.shape
     V = v.shape[3] if v is not None else 0
     kinds = (_kind(given.get("log_decay")), _kind(given.get("retention")))
-    *reals, beta_aware = numbers
+    rule, block, beta_aware, *reals = numbers
+    integers = (int(rule), int(block), int(beta_aware), torch.get_num_threads())
     pointers = [given[name].data_ptr() if name in given else 0 for name in POINTERS]
-    threads = torch.get_num_threads()
-    call = CALL.pack(*pointers, N, T, H, HV, K, V, *kinds, online, int(beta_aware), threads, *reals)
+    call = CALL.pack(*pointers, N, T, H, HV, K, V, *kinds, *integers, *reals)
     if _kernels(k.dtype)[kernel](call):
         raise MemoryError("out of memory in osdn's CPU kernels")
 
@@ -134,30 +157,31 @@ def _forward(
     retention: Tensor | None,
     initial_scale: Tensor | None,
     initial_state: Tensor | None,
+    gain: Tensor | None,
+    center: Tensor | None,
     cu_seqlens: Tensor | None,
     numbers: list[float],
-    online: bool,
     save: bool,
 ) -> list[Tensor]:
     """Outputs, final state, final scale; with `save` also the errors and the checkpoints of both states."""
-    outputs = _forward_outputs(k, v, cu_seqlens, online, save)
+    outputs = _forward_outputs(k, v, cu_seqlens, numbers, save)
     cuts = _host_boundaries(cu_seqlens, k.shape[1])
-    inputs = (q, k, v, beta, write_keys, log_decay, retention, initial_scale, initial_state, cuts)
-    tensors = dict(zip(POINTERS, (*inputs, *outputs)))
-    _run("forward", tensors, outputs[1].shape[0], v.shape[2], numbers, online)
+    phase1 = (retention, initial_scale, initial_state, gain, center)
+    tensors = dict(zip(POINTERS, (q, k, v, beta, write_keys, log_decay, *phase1, cuts, *outputs)))
+    _run("forward", tensors, outputs[1].shape[0], v.shape[2], numbers)
     return outputs
 
 
 def _forward_outputs(
-    k: Tensor, v: Tensor, cu_seqlens: Tensor | None, online: bool, save: bool
+    k: Tensor, v: Tensor, cu_seqlens: Tensor | None, numbers: list[float], save: bool
 ) -> list[Tensor]:
     B, T, _, K = k.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    spans = B * T // SPAN
-    shapes = [(B, T, HV, V), (N, HV, K, V), (N if online else 0, HV, K)]
+    spans, width = B * T // SPAN, Numbers(*numbers).width(K)
+    shapes = [(B, T, HV, V), (N, HV, K, V), (N, HV, width)]
     if save:
-        shapes += [(B, T, HV, V), (spans, HV, K, V), (spans if online else 0, HV, K)]
+        shapes += [(B, T, HV, V), (spans, HV, K, V), (spans, HV, width)]
     return [v.new_empty(shape) for shape in shapes]
 
 
@@ -165,8 +189,8 @@ _delta_rule = torch.library.custom_op("osdn::cpu_delta_rule", _forward, mutates_
 
 
 @_delta_rule.register_fake
-def _(q, k, v, beta, w, g, r, d0, S0, cu_seqlens, numbers, online, save):  # type: ignore[no-untyped-def]
-    return _forward_outputs(k, v, cu_seqlens, online, save)
+def _(q, k, v, beta, w, g, r, d0, S0, gain, c, cu_seqlens, numbers, save):  # type: ignore[no-untyped-def]
+    return _forward_outputs(k, v, cu_seqlens, numbers, save)
 
 
 @torch.library.custom_op("osdn::cpu_delta_rule_backward", mutates_args=(), device_types="cpu")
@@ -180,6 +204,8 @@ def _delta_rule_backward(
     retention: Tensor | None,
     initial_scale: Tensor | None,
     initial_state: Tensor | None,
+    gain: Tensor | None,
+    center: Tensor | None,
     cu_seqlens: Tensor | None,
     errors: Tensor,
     state_checkpoints: Tensor,
@@ -188,17 +214,17 @@ def _delta_rule_backward(
     grad_final_state: Tensor | None,
     grad_final_scale: Tensor | None,
     numbers: list[float],
-    online: bool,
 ) -> list[Tensor]:
-    """Gradients of the first nine arguments; those of q and k have one head per value head."""
-    grads = _gradients(k, v, beta, write_keys, log_decay, retention, initial_scale, initial_state)
+    """Gradients of the first eleven arguments; of q and k per value head, of center per sequence too."""
+    N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    optional = (write_keys, log_decay, retention, initial_scale, initial_state, gain)
+    grads = _gradients(k, v, beta, *optional, _per_sequence(center, N))
     cuts = _host_boundaries(cu_seqlens, k.shape[1])
-    inputs = (q, k, v, beta, write_keys, log_decay, retention, initial_scale, initial_state, cuts)
+    inputs = (q, k, v, beta, *optional, center, cuts)
     saved = (errors, state_checkpoints, scale_checkpoints)
     incoming = (grad_out, grad_final_state, grad_final_scale)
     tensors = dict(zip(POINTERS, (*inputs, None, None, None, *saved, *incoming, *grads)))
-    N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    _run("backward", tensors, N, v.shape[2], numbers, online)
+    _run("backward", tensors, N, v.shape[2], numbers)
     return grads
 
 
@@ -209,18 +235,31 @@ def _gradients(k: Tensor, v: Tensor, beta: Tensor, *optional: Tensor | None) -> 
     return required + [k.new_empty(0 if x is None else x.shape) for x in optional]
 
 
+def _per_sequence(center: Tensor | None, N: int) -> Tensor | None:
+    return None if center is None else center.expand(N, -1)
+
+
 @_delta_rule_backward.register_fake
-def _(q, k, v, beta, w, g, r, d0, S0, *others):  # type: ignore[no-untyped-def]
-    return _gradients(k, v, beta, w, g, r, d0, S0)
+def _(q, k, v, beta, w, g, r, d0, S0, gain, c, cu_seqlens, *others):  # type: ignore[no-untyped-def]
+    N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return _gradients(k, v, beta, w, g, r, d0, S0, gain, _per_sequence(c, N))
 
 
 _delta_rule_backward.register_autograd(_refuse_double_backward)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    *tensors, ctx.numbers, ctx.online, save = inputs
+    *tensors, ctx.numbers, save = inputs
     ctx.save_for_backward(*tensors, *(output[3:] if save else ()))
     ctx.set_materialize_grads(False)
+
+
+def _symmetric(grad: Tensor | None, block: int) -> Tensor | None:
+    """The kernels' gradient of a covariance `[N, HV, K * b]` is that of a symmetric matrix."""
+    if grad is None or block == 1:
+        return grad
+    blocks = grad.unflatten(2, (-1, block, block))
+    return ((blocks + blocks.mT) / 2).flatten(2)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -234,21 +273,36 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
     if unread:
         q, grad_out = torch.zeros_like(q), torch.zeros_like(v)
     saved = (q, k, v, *others)
-    made = _delta_rule_backward(*saved, grad_out, grad_final_state, grad_final_scale, ctx.numbers, ctx.online)
+    grad_final_scale = _symmetric(grad_final_scale, int(ctx.numbers[1]))
+    made = _delta_rule_backward(*saved, grad_out, grad_final_state, grad_final_scale, ctx.numbers)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
     result[0] = None if unread else _sum_groups(made[0], k.shape[2])
     result[1] = _sum_groups(made[1], k.shape[2])
-    return (*result, None, None, None, None)
+    if result[10] is not None:
+        result[10] = result[10].sum(0)
+    return (*result, None, None, None)
 
 
 def _scale_backward(ctx: Any, grad_final_scale: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The backward of a loss that sees the final scale alone: phase 1's."""
-    _, k, _, beta, _, _, retention, initial_scale, _, cu_seqlens, _, _, checkpoints = ctx.saved_tensors
-    inputs = (k, beta, retention, initial_scale)
-    made = _precondition_keys_backward(*inputs, cu_seqlens, checkpoints, None, grad_final_scale, ctx.numbers)
-    grads = [g if x is not None else None for g, x in zip(made, inputs)]
-    grad_k, grad_beta, grad_retention, grad_initial_scale = _sum_groups(made[0], k.shape[2]), *grads[1:]
-    return (None, grad_k, None, grad_beta, None, None, grad_retention, grad_initial_scale, *[None] * 5)
+    """The backward of a loss that sees phase 1's final state alone."""
+    if not ctx.numbers[0]:
+        return (None,) * 14
+    _, k, _, beta, _, _, retention, initial_scale, _, gain, center, cu_seqlens, *_, checkpoints = (
+        ctx.saved_tensors
+    )
+    inputs = (k, beta if gain is None else gain, retention, initial_scale)
+    grad_final_scale = _symmetric(grad_final_scale, int(ctx.numbers[1]))
+    made = _precondition_keys_backward(
+        *inputs, center, cu_seqlens, checkpoints, None, grad_final_scale, ctx.numbers
+    )
+    grad_k = _sum_groups(made[0], k.shape[2])
+    grad_gate, grad_retention, grad_initial = (
+        g if x is not None else None for g, x in zip(made[1:], inputs[1:])
+    )
+    grad_beta, grad_gain = (grad_gate, None) if gain is None else (None, grad_gate)
+    # The center is in the write keys alone.
+    of_phase1 = (grad_retention, grad_initial, None, grad_gain, None)
+    return (None, grad_k, None, grad_beta, None, None, *of_phase1, None, None, None)
 
 
 _delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
@@ -273,73 +327,98 @@ def delta_rule(
     scale: float,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    numbers = [0.0, 0.0, 0.0, 1.0, 1.0, scale, 0.0]
-    tensors = (q, k, v, beta, write_keys, log_decay, None, None, initial_state, cu_seqlens)
-    o, final_state, *_ = _call(_delta_rule, _forward, *tensors, numbers, False)
+    tensors = (q, k, v, beta, write_keys, log_decay, None, None, initial_state, None, None, cu_seqlens)
+    o, final_state, *_ = _call(_delta_rule, _forward, *tensors, list(Numbers(scale=scale)))
     return o, final_state
 
 
-def online_scaled_delta_rule(
+def preconditioned_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     beta: Tensor,
-    retention: float | Tensor,
-    initial_scale: Tensor | None,
-    settings: Scaling,
+    phase1: Phase1,
     log_decay: Tensor | None,
     initial_state: Tensor | None,
     scale: float,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    numbers = _numbers(settings, retention, scale)
-    r = retention if isinstance(retention, Tensor) else None
-    tensors = (q, k, v, beta, None, log_decay, r, initial_scale, initial_state, cu_seqlens)
-    o, final_state, final_scale, *_ = _call(_delta_rule, _forward, *tensors, numbers, True)
-    return o, final_state, final_scale
+    r, initial, gain = _tensors(phase1)
+    tensors = (q, k, v, beta, None, log_decay, r, initial, initial_state, gain, phase1.center, cu_seqlens)
+    o, final_state, final, *_ = _call(_delta_rule, _forward, *tensors, _numbers(phase1, scale))
+    return o, final_state, _shaped(final, phase1, k.shape[3])
+
+
+def _tensors(phase1: Phase1) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Retention, initial state as rows `[N, HV, ...]`, and gain, where they are tensors of their own."""
+    rule, gate, retention, initial, _ = phase1
+    return (
+        retention if isinstance(retention, Tensor) else None,
+        None if initial is None else initial.flatten(2),
+        gate if isinstance(rule, Squash) else None,
+    )
+
+
+def _shaped(final: Tensor, phase1: Phase1, K: int) -> Tensor:
+    """A final state as rows, in the shape that it has outside."""
+    return final.unflatten(2, checks.state_shape(phase1.rule, K))
 
 
 # ---------------------------------------------------------------------------------------- phase 1 alone
 def _precondition(
     k: Tensor,
-    beta: Tensor,
+    gate: Tensor,
     retention: Tensor | None,
     initial_scale: Tensor | None,
+    center: Tensor | None,
     cu_seqlens: Tensor | None,
     numbers: list[float],
     save: bool,
 ) -> list[Tensor]:
     """Write keys and the final scale; with `save` also checkpoints of the scale."""
-    outputs = _precondition_outputs(k, beta, cu_seqlens, save)
+    outputs = _precondition_outputs(k, gate, cu_seqlens, numbers, save)
     write_keys, final_scale, checkpoints = outputs
     tensors = {
-        **_precondition_inputs(k, beta, retention, initial_scale, cu_seqlens),
+        **_precondition_inputs(k, gate, retention, initial_scale, center, cu_seqlens),
         "out": write_keys,
         "final_scale": final_scale,
-        "scale_checkpoints": checkpoints,
+        "scale_checkpoints": checkpoints if save else None,
     }
-    _run("precondition", tensors, final_scale.shape[0], beta.shape[2], numbers)
+    _run("precondition", tensors, final_scale.shape[0], gate.shape[2], numbers)
     return outputs
 
 
+def _gate(center: Tensor | None) -> str:
+    """What a rule calls the gate that it sees."""
+    return "beta" if center is None else "gain"
+
+
 def _precondition_inputs(
-    k: Tensor, beta: Tensor, retention: Tensor | None, initial_scale: Tensor | None, cu_seqlens: Tensor | None
+    k: Tensor,
+    gate: Tensor,
+    retention: Tensor | None,
+    initial_scale: Tensor | None,
+    center: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> dict[str, Tensor | None]:
     return {
         "k": k,
-        "beta": beta,
+        _gate(center): gate,
         "retention": retention,
         "initial_scale": initial_scale,
+        "center": center,
         "cu_seqlens": _host_boundaries(cu_seqlens, k.shape[1]),
     }
 
 
-def _precondition_outputs(k: Tensor, beta: Tensor, cu_seqlens: Tensor | None, save: bool) -> list[Tensor]:
+def _precondition_outputs(
+    k: Tensor, gate: Tensor, cu_seqlens: Tensor | None, numbers: list[float], save: bool
+) -> list[Tensor]:
     B, T, _, K = k.shape
-    HV = beta.shape[2]
+    HV, width = gate.shape[2], Numbers(*numbers).width(K)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     spans = B * T // SPAN if save else 0
-    return [k.new_empty(B, T, HV, K), k.new_empty(N, HV, K), k.new_empty(spans, HV, K)]
+    return [k.new_empty(B, T, HV, K), k.new_empty(N, HV, width), k.new_empty(spans, HV, width)]
 
 
 _precondition_keys = torch.library.custom_op(
@@ -348,46 +427,48 @@ _precondition_keys = torch.library.custom_op(
 
 
 @_precondition_keys.register_fake
-def _(k, beta, retention, initial_scale, cu_seqlens, numbers, save):  # type: ignore[no-untyped-def]
-    return _precondition_outputs(k, beta, cu_seqlens, save)
+def _(k, gate, retention, initial_scale, center, cu_seqlens, numbers, save):  # type: ignore[no-untyped-def]
+    return _precondition_outputs(k, gate, cu_seqlens, numbers, save)
 
 
 @torch.library.custom_op("osdn::cpu_precondition_keys_backward", mutates_args=(), device_types="cpu")
 def _precondition_keys_backward(
     k: Tensor,
-    beta: Tensor,
+    gate: Tensor,
     retention: Tensor | None,
     initial_scale: Tensor | None,
+    center: Tensor | None,
     cu_seqlens: Tensor | None,
     checkpoints: Tensor,
     grad_write_keys: Tensor | None,
     grad_final_scale: Tensor | None,
     numbers: list[float],
 ) -> list[Tensor]:
-    """Gradients of the first four arguments; that of k has one head per value head."""
-    grads = _precondition_gradients(k, beta, retention, initial_scale)
-    names = ("grad_k", "grad_beta", "grad_retention", "grad_initial_scale")
+    """Gradients of the first five arguments; of k per value head, of center per sequence too."""
+    N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    grads = _precondition_gradients(k, gate, retention, initial_scale, _per_sequence(center, N))
+    names = ("grad_k", f"grad_{_gate(center)}", "grad_retention", "grad_initial_scale", "grad_center")
     tensors = {
-        **_precondition_inputs(k, beta, retention, initial_scale, cu_seqlens),
-        **dict(zip(names, grads)),
+        **_precondition_inputs(k, gate, retention, initial_scale, center, cu_seqlens),
+        **{name: grad for name, grad in zip(names, grads) if grad.numel()},
         "scale_checkpoints": checkpoints,
         "grad_out": grad_write_keys,
         "grad_final_scale": grad_final_scale,
     }
-    N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    _run("precondition_back", tensors, N, beta.shape[2], numbers)
+    _run("precondition_back", tensors, N, gate.shape[2], numbers)
     return grads
 
 
-def _precondition_gradients(k: Tensor, beta: Tensor, *optional: Tensor | None) -> list[Tensor]:
+def _precondition_gradients(k: Tensor, gate: Tensor, *optional: Tensor | None) -> list[Tensor]:
     B, T, _, K = k.shape
-    required = [k.new_empty(B, T, beta.shape[2], K), k.new_empty(beta.shape)]
+    required = [k.new_empty(B, T, gate.shape[2], K), k.new_empty(gate.shape)]
     return required + [k.new_empty(0 if x is None else x.shape) for x in optional]
 
 
 @_precondition_keys_backward.register_fake
-def _(k, beta, retention, initial_scale, *others):  # type: ignore[no-untyped-def]
-    return _precondition_gradients(k, beta, retention, initial_scale)
+def _(k, gate, retention, initial_scale, center, cu_seqlens, *others):  # type: ignore[no-untyped-def]
+    N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return _precondition_gradients(k, gate, retention, initial_scale, _per_sequence(center, N))
 
 
 _precondition_keys_backward.register_autograd(_refuse_double_backward)
@@ -402,26 +483,21 @@ def _save_precondition(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 def _precondition_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     watched.refuse_batched("cpu", grads)
     saved = ctx.saved_tensors
-    made = _precondition_keys_backward(*saved, *grads[:2], ctx.numbers)
+    write_keys, final_scale = grads[:2]
+    final_scale = _symmetric(final_scale, int(ctx.numbers[1]))
+    made = _precondition_keys_backward(*saved, write_keys, final_scale, ctx.numbers)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
     result[0] = _sum_groups(made[0], saved[0].shape[2])
+    # The center is in the write keys alone.
+    result[4] = None if result[4] is None or write_keys is None else result[4].sum(0)
     return (*result, None, None, None)
 
 
 _precondition_keys.register_autograd(_precondition_backward, setup_context=_save_precondition)
 
 
-def precondition_keys(
-    k: Tensor,
-    beta: Tensor,
-    retention: float | Tensor,
-    initial_scale: Tensor | None,
-    settings: Scaling,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    numbers = _numbers(settings, retention, 1.0)
-    r = retention if isinstance(retention, Tensor) else None
-    w, final_scale, _ = _call(
-        _precondition_keys, _precondition, k, beta, r, initial_scale, cu_seqlens, numbers
-    )
-    return w, final_scale
+def precondition_keys(k: Tensor, phase1: Phase1, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    r, initial, _ = _tensors(phase1)
+    tensors = (k, phase1.gate, r, initial, phase1.center, cu_seqlens)
+    w, final, _ = _call(_precondition_keys, _precondition, *tensors, _numbers(phase1))
+    return w, _shaped(final, phase1, k.shape[3])

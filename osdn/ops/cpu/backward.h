@@ -15,9 +15,9 @@ struct BackwardSpan {
     Tile<R, C> tiles[TILES];
     Feedback<R> feedbacks[SPAN];
     R *grad_state;                // [K, V] in packed blocks: of the state after the current tile
-    R *d, *grad_d;                // [Kp]: the scale, and its gradient
+    R *grad_d;                    // the gradient of phase 1's state
     R *keys, *queries, *writes;   // [SPAN, Kp]: without decays, queries times the output's scale
-    R *scales;                    // [SPAN, Kp]: the scale before each token
+    R *kept;                      // [SPAN + 1, ...]: what phase 1 keeps of each token, first the state before it
     R *grad_keys, *grad_writes;   // [SPAN, Kp]
     R *grad_rows;                 // [TILES, 3, Kp, C]: gradients of k̂, q̂, ŵ, transposed
     R *grad_scores;               // [TILES, 2 C, C]: gradients of A, then of Q
@@ -28,16 +28,16 @@ struct BackwardSpan {
     R *u;                         // [C, BLOCK]
     R *columns_first;             // [3, BLOCK, C]: dp, do, u of a tile, transposed
 
-    explicit BackwardSpan(const Head<R>& h) : head(h) {
+    BackwardSpan(const Head<R>& h, Phase1<R>& phase1) : head(h) {
         const int64_t K = h.K, Kp = h.Kp, Vp = round_up(h.V, BLOCK<R>), tile = Tile<R, C>::size(h.Kp);
-        R* rows;
+        R *own, *rows;
         scratch.divide<R>({{&grad_state, K * Vp},
-                           {&d, Kp},
-                           {&grad_d, Kp},
+                           {&own, phase1.scratch_size()},
+                           {&grad_d, phase1.size()},
                            {&keys, SPAN * Kp},
                            {&queries, SPAN * Kp},
                            {&writes, SPAN * Kp},
-                           {&scales, SPAN * Kp},
+                           {&kept, (SPAN + 1) * phase1.kept_size()},
                            {&grad_keys, SPAN * Kp},
                            {&grad_writes, SPAN * Kp},
                            {&grad_rows, TILES * 3 * Kp * C},
@@ -50,11 +50,15 @@ struct BackwardSpan {
                            {&columns_first, 3 * C * BLOCK<R>},
                            {&rows, TILES * tile}});
         for (int i = 0; i < TILES; i++) tiles[i].place(rows + i * tile, h.Kp);
+        phase1.take(own);
     }
 
-    // Token c's key; without decays the tile has it as it is.
+    // Token c's key and write key; without decays the tile has them as they are.
     const R* key(int c) const {
         return head.call.decay_kind ? keys + c * int64_t(head.Kp) : tiles[c / C].k(c % C, head.Kp);
+    }
+    const R* write(int c) const {
+        return head.call.decay_kind ? writes + c * int64_t(head.Kp) : tiles[c / C].w(c % C, head.Kp);
     }
     // dp, do and e of tile i on the block of NV vectors of columns from v0.
     R* rows(int i, int v0, int NV) const { return values + 3 * C * (int64_t(TILES) * v0 + i * NV * W<R>); }
@@ -296,32 +300,26 @@ void backward_head(const Head<R>& head) {
     const Call& call = head.call;
     const int K = head.K, V = head.V;
     const int64_t Kp = head.Kp, size = int64_t(K) * V;
-    BackwardSpan<R> span(head);
+    Phase1<R> phase1(head);
+    BackwardSpan<R> span(head, phase1);
     constexpr int C = BackwardSpan<R>::C;
-    const OnlineScale<R> online(head);
 
     each_block<R>(0, V, [&](auto nv, int v0, int columns) {
         const R* g = call.grad_final_state ? head.state(call.grad_final_state, size) + v0 : nullptr;
         pack_state<R, nv>(g, span.grad_state + int64_t(K) * v0, K, V, columns);
     });
-    std::memset(span.grad_d, 0, Kp * sizeof(R));
-    if (call.grad_final_scale) copy_row(span.grad_d, head.state(call.grad_final_scale, K), K, int(Kp));
+    phase1.start_back(span.grad_d);
 
     for (int64_t t = (head.length - 1) / SPAN * SPAN; head.length > 0 && t >= 0; t -= SPAN) {
         span.t = t;
         span.count = int(std::min<int64_t>(SPAN, head.length - t));
         const int tiles = (span.count + C - 1) / C;
-        if (call.online) {
-            if (t)
-                copy_row(span.d, head.checkpoint(call.scale_checkpoints, t, K), K, int(Kp));
-            else
-                online.start(span.d);
-        }
+        phase1.restore(span.kept, t);
         for (int i = 0; i < tiles; i++) {
             const int64_t at = i * C * Kp;
-            const Record<R> record{span.keys + at, span.queries + at, span.writes + at, span.scales + at,
-                                   span.feedbacks + i * C};
-            fill_tile<R, C>(span.tiles[i], head, online, t + i * C, std::min(C, span.count - i * C), span.d, &record);
+            const Record<R> record{span.keys + at, span.queries + at, span.writes + at,
+                                   span.kept + i * C * phase1.kept_size(), span.feedbacks + i * C};
+            fill_tile<R, C>(span.tiles[i], head, phase1, t + i * C, std::min(C, span.count - i * C), nullptr, &record);
         }
         span.load_values();
         span.clear_sums();
@@ -333,8 +331,9 @@ void backward_head(const Head<R>& head) {
             R* grad_k = span.grad_keys + c * Kp;
             const R* grad_w = span.grad_writes + c * Kp;
             *head.per_head(call.grad_beta, t + c) = total<R>(load(span.grad_beta + c * C));
-            if (call.online)
-                online.step_back(span.feedbacks[c], span.scales + c * Kp, span.key(c), grad_w, span.grad_d, grad_k, t + c);
+            if (call.rule)
+                phase1.step_back(span.feedbacks[c], span.kept + c * phase1.kept_size(), span.key(c), span.write(c),
+                                 grad_w, span.grad_d, grad_k, t + c);
             else if (call.write_keys)
                 stream_row(head.per_key(call.grad_write_keys, t + c), grad_w, K);
             else
@@ -347,7 +346,7 @@ void backward_head(const Head<R>& head) {
             unpack_state<R, nv>(span.grad_state + int64_t(K) * v0, head.state(call.grad_initial_state, size) + v0, K,
                                 V, columns);
         });
-    if (call.grad_initial_scale) copy_row(head.state(call.grad_initial_scale, K), span.grad_d, K, K);
+    phase1.finish_back(span.grad_d);
 }
 
 }  // namespace

@@ -50,10 +50,13 @@ void forward_head(const Head<R>& head, int first, int last, bool owner) {
     const Call& call = head.call;
     const int K = head.K, Kp = head.Kp, V = head.V;
     constexpr int TILES = C == 1 ? 1 : SPAN / C;  // a single token is a span of its own
-    const OnlineScale<R> online(head);
-    R *S, *d, *rows;
-    scratch.divide<R>(
-        {{&S, int64_t(K) * round_up(last - first, W<R>)}, {&d, Kp}, {&rows, TILES * Tile<R, C>::size(Kp)}});
+    Phase1<R> phase1(head);
+    R *S, *d, *own, *rows;
+    scratch.divide<R>({{&S, int64_t(K) * round_up(last - first, W<R>)},
+                       {&d, phase1.size()},
+                       {&own, phase1.scratch_size()},
+                       {&rows, TILES * Tile<R, C>::size(Kp)}});
+    phase1.take(own);
     Tile<R, C> tiles[TILES];
     for (int i = 0; i < TILES; i++) tiles[i].place(rows + i * Tile<R, C>::size(Kp), Kp);
 
@@ -66,14 +69,13 @@ void forward_head(const Head<R>& head, int first, int last, bool owner) {
         each_block<R, WIDEST>(first, last, [&](auto nv, int v0, int columns) {
             pack_state<R, nv>(initial ? initial + v0 : nullptr, S + int64_t(K) * (v0 - first), K, V, columns);
         });
-    if (call.online) online.start(d);
+    phase1.start(d);
 
     for (int64_t t = 0; t < head.length; t += SPAN) {
         const int count = int(std::min<int64_t>(SPAN, head.length - t));
-        if (t && call.online && call.scale_checkpoints && owner)
-            copy_row(head.checkpoint(call.scale_checkpoints, t, K), d, K, K);
+        if (t && call.scale_checkpoints && owner) phase1.save(d, t);
         for (int c = 0; c < count; c += C)
-            fill_tile<R, C>(tiles[c / C], head, online, t + c, std::min(C, count - c), d, nullptr);
+            fill_tile<R, C>(tiles[c / C], head, phase1, t + c, std::min(C, count - c), d, nullptr);
         each_block<R, WIDEST>(first, last, [&](auto nv, int v0, int columns) {
             if (direct) {
                 run_tile<R, C, nv>(tiles[0], head, 0, count, v0, columns, initial + v0, final + v0, V);
@@ -98,7 +100,7 @@ void forward_head(const Head<R>& head, int first, int last, bool owner) {
         each_block<R, WIDEST>(first, last, [&](auto nv, int v0, int columns) {
             unpack_state<R, nv>(S + int64_t(K) * (v0 - first), final + v0, K, V, columns);
         });
-    if (call.online && owner) copy_row(head.state(call.final_scale, K), d, K, K);
+    if (owner) phase1.store_state(d, call.final_scale);
 }
 
 }  // namespace

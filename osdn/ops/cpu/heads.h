@@ -21,7 +21,7 @@
     extern "C" const char osdn_call[] = #__VA_ARGS__;
 DECLARE_CALL(
     // inputs
-    const void *q, *k, *v, *beta, *write_keys, *log_decay, *retention, *initial_scale, *initial_state;
+    const void *q, *k, *v, *beta, *write_keys, *log_decay, *retention, *initial_scale, *initial_state, *gain, *center;
     const int64_t* cu_seqlens;  // [N + 1] on the host, or null: N sequences of T tokens each
     // outputs of the forward
     void *out, *final_state, *final_scale;
@@ -31,12 +31,14 @@ DECLARE_CALL(
     const void *grad_out, *grad_final_state, *grad_final_scale;
     // gradients that go out; those of q and k have one head per value head
     void *grad_q, *grad_k, *grad_v, *grad_beta, *grad_write_keys, *grad_log_decay, *grad_retention,
-        *grad_initial_scale, *grad_initial_state;
+        *grad_initial_scale, *grad_initial_state, *grad_gain, *grad_center;
     int64_t N, T, H, HV, K, V;
-    int64_t decay_kind, retention_kind;  // 0: none or a constant, 1: per head, 2: per channel
-    int64_t online, beta_aware, threads;
-    double eta, low, high, eps, constant_retention, scale;)
+    int64_t decay_kind, retention_kind;  // 0: none or a constant, 1: per head, 2: per channel (or block)
+    int64_t rule, block, beta_aware, threads;
+    double eta, low, high, eps, prior, log_squash, constant_retention, scale;)
 extern "C" const int64_t osdn_call_size = sizeof(Call);
+// The rule of phase 1; "scale" stands for the state that any of them carries.
+enum { NONE = 0, SCALING = 1, NEWTON = 2, SQUASH = 3 };
 
 namespace {
 

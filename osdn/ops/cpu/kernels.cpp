@@ -23,7 +23,6 @@
 
 #include "backward.h"
 #include "forward.h"
-#include "scale.h"
 
 namespace {
 
@@ -100,8 +99,10 @@ int osdn_forward(const Call* call) { return forward<REAL>(*call); }
 int osdn_backward(const Call* call) {
     return over_heads<REAL>(*call, 7 * call->K * call->V, backward_head<REAL>);
 }
-int osdn_precondition(const Call* call) { return over_heads<REAL>(*call, 8 * call->K, precondition_head<REAL>); }
+int osdn_precondition(const Call* call) {
+    return over_heads<REAL>(*call, 8 * call->K * call->block, precondition_head<REAL>);
+}
 int osdn_precondition_back(const Call* call) {
-    return over_heads<REAL>(*call, 20 * call->K, precondition_back_head<REAL>);
+    return over_heads<REAL>(*call, 20 * call->K * call->block, precondition_back_head<REAL>);
 }
 }

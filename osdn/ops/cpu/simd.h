@@ -41,19 +41,25 @@ template <class R>
 struct Bits;
 template <>
 struct Bits<float> {
+    typedef int32_t element;
     typedef int32_t type __attribute__((vector_size(BYTES)));
     static constexpr int mantissa = 23, bias = 127, terms = 7;
     static constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     static constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
     static constexpr float least = -87.0f, most = 88.0f;
+    static constexpr int32_t root_half = 0x3f3504f3;  // the bits of sqrt(1/2)
+    static constexpr int log_terms = 4;
 };
 template <>
 struct Bits<double> {
+    typedef int64_t element;
     typedef int64_t type __attribute__((vector_size(BYTES)));
     static constexpr int mantissa = 52, bias = 1023, terms = 13;
     static constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52
     static constexpr double ln2_high = 0.693145751953125, ln2_low = 1.42860682030941723212e-6;
     static constexpr double least = -708.0, most = 709.0;
+    static constexpr int64_t root_half = 0x3fe6a09e667f3bcd;
+    static constexpr int log_terms = 10;
 };
 
 template <class R>
@@ -178,6 +184,13 @@ INLINE void totals(const Vec<R> (&x)[4], R (&out)[4]) {
 
 INLINE int round_up(int64_t n, int multiple) { return int((n + multiple - 1) / multiple * multiple); }
 
+template <class R>
+constexpr R inverse_factorial(int n) {
+    double x = 1;
+    for (int i = 2; i <= n; i++) x /= i;
+    return R(x);
+}
+
 // exp by splitting off a power of two and a Taylor series on [-ln2/2, ln2/2]; below `least` it is zero.
 template <class R>
 INLINE Vec<R> exponential(Vec<R> x) {
@@ -185,8 +198,9 @@ INLINE Vec<R> exponential(Vec<R> x) {
     const Vec<R> shifted = x * R(1.4426950408889634) + B::magic;
     const Vec<R> n = shifted - B::magic;
     const Vec<R> r = (x - n * B::ln2_high) - n * B::ln2_low;
-    Vec<R> series = splat<R>(1);
-    for (int i = B::terms; i >= 1; i--) series = series * r * (R(1) / R(i)) + R(1);
+    Vec<R> series = splat(inverse_factorial<R>(B::terms));
+    UNROLL
+    for (int i = B::terms - 1; i >= 0; i--) series = series * r + inverse_factorial<R>(i);
     typename B::type power;
     std::memcpy(&power, &shifted, sizeof power);
     power = (power + B::bias) << B::mantissa;
@@ -195,6 +209,49 @@ INLINE Vec<R> exponential(Vec<R> x) {
     const Vec<R> result = series * two_n;
     const Vec<R> large = splat(std::numeric_limits<R>::infinity());
     return x < B::least ? Vec<R>{} : (x > B::most ? large : result);
+}
+
+template <class R>
+INLINE Vec<R> magnitude(Vec<R> x) {
+    typename Bits<R>::type bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    bits &= std::numeric_limits<typename Bits<R>::element>::max();  // all but the sign
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// 1 / x: in float32 an estimate and a step of Newton's method, a fraction of a division's time.
+template <class R>
+INLINE Vec<R> reciprocal(Vec<R> x) {
+#ifdef __AVX512F__
+    if constexpr (std::is_same_v<R, float>) {
+        const Vec<R> rough = (Vec<R>)_mm512_rcp14_ps((__m512)x);
+        return rough * (2 - x * rough);
+    }
+#endif
+    return 1 / x;
+}
+
+// log of normal positive numbers: with x = 2^n m and z = (m - 1) / (m + 1), n log 2 + 2 (z + z³/3 + z⁵/5 + ...),
+// m between sqrt(1/2) and sqrt(2).  What is not positive and finite gives NaN.
+template <class R>
+INLINE Vec<R> logarithm(Vec<R> x) {
+    using B = Bits<R>;
+    typename B::type bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    bits -= B::root_half;
+    const auto exponent = bits >> B::mantissa;
+    bits = (bits & ((typename B::element(1) << B::mantissa) - 1)) + B::root_half;
+    Vec<R> m;
+    std::memcpy(&m, &bits, sizeof m);
+    const Vec<R> n = __builtin_convertvector(exponent, Vec<R>);
+    const Vec<R> z = (m - 1) * reciprocal<R>(m + 1), z2 = z * z;
+    Vec<R> series = splat(R(2) / R(2 * B::log_terms + 1));
+    UNROLL
+    for (int i = B::log_terms - 1; i >= 0; i--) series = series * z2 + R(2) / R(2 * i + 1);
+    const Vec<R> result = n * B::ln2_high + (n * B::ln2_low + z * series);
+    const auto valid = (x > 0) & (x <= std::numeric_limits<R>::max());
+    return valid ? result : splat(std::numeric_limits<R>::quiet_NaN());
 }
 
 // --------------------------------------------------------------------------------- the four inner loops

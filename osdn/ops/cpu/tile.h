@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "scale.h"
+#include "phase1.h"
 
 namespace {
 
@@ -69,19 +69,19 @@ INLINE void score(const R* k, const R* q, const R* w, int c, int Kp, R* A, R* Q)
     }
 }
 
-// What the backward wants to see again: rows [C, Kp] of keys, queries and write keys without their decays, the
-// scale before each token, and what the token fed back to it.
+// What the backward wants to see again: rows [C, Kp] of keys, queries and write keys without their decays, what
+// phase 1 keeps of each token, and what the token fed back to it.
 template <class R>
 struct Record {
-    R *keys, *queries, *writes, *scales;
+    R *keys, *queries, *writes, *phase1;
     Feedback<R>* feedbacks;
 };
 
 // Fills a tile from tokens t .. t + count; tokens beyond count do nothing to the state.  With phase 1 in the
-// call, the scale d moves on by as many tokens.
+// call, its state moves on by as many tokens: d, or the first of those in the record.
 template <class R, int C>
-INLINE void fill_tile(Tile<R, C>& tile, const Head<R>& head, const OnlineScale<R>& online, int64_t t, int count,
-                      R* d, const Record<R>* record) {
+INLINE void fill_tile(Tile<R, C>& tile, const Head<R>& head, const Phase1<R>& phase1, int64_t t, int count, R* d,
+                      const Record<R>* record) {
     const Call& call = head.call;
     const int K = head.K, Kp = head.Kp;
     for (int c = 0; c < C; c++) {
@@ -94,9 +94,10 @@ INLINE void fill_tile(Tile<R, C>& tile, const Head<R>& head, const OnlineScale<R
         copy_row(q, head.query(t + c), K, Kp, R(call.scale));
         copy_row(k, head.key(t + c), K, Kp);
         tile.beta[c] = *head.per_head(call.beta, t + c);
-        if (call.online) {
-            if (record) copy_row(record->scales + c * int64_t(Kp), d, Kp, Kp);
-            const Feedback<R> f = online.step(d, k, w, t + c);
+        if (call.rule) {
+            R* kept = record ? record->phase1 + c * phase1.kept_size() : nullptr;
+            const Feedback<R> f =
+                phase1.step(kept ? kept : d, kept ? kept + phase1.kept_size() : d, kept, k, w, t + c);
             if (record) record->feedbacks[c] = f;
         } else {
             copy_row(w, call.write_keys ? head.per_key(call.write_keys, t + c) : head.key(t + c), K, Kp);
@@ -173,7 +174,7 @@ INLINE void prefetch_token(const Head<R>& head, int64_t t) {
     prefetch(head.key(t), head.K);
     if (call.write_keys) prefetch(head.per_key(call.write_keys, t), head.K);
     if (call.decay_kind == 2) prefetch(head.per_key(call.log_decay, t), head.K);
-    if (call.retention_kind == 2) prefetch(head.per_key(call.retention, t), head.K);
+    if (call.retention_kind == 2 && call.block == 1) prefetch(head.per_key(call.retention, t), head.K);
 }
 
 }  // namespace

@@ -10,7 +10,8 @@ import os
 import torch
 from torch import Tensor
 
-from osdn.ops.checks import Scaling
+from osdn.ops import chunkwise
+from osdn.ops.checks import Newton, Phase1, Scaling
 
 
 def available(device: str | torch.device = "cuda") -> bool:
@@ -22,17 +23,13 @@ def available(device: str | torch.device = "cuda") -> bool:
     return torch.device(device).type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def precondition_keys(
-    k: Tensor,
-    beta: Tensor,
-    retention: float | Tensor,
-    initial_scale: Tensor | None,
-    settings: Scaling,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def precondition_keys(k: Tensor, phase1: Phase1, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     from osdn.ops.triton import autograd
 
-    return autograd.precondition_keys(k, beta, retention, initial_scale, settings, cu_seqlens)
+    if isinstance(phase1.rule, Newton) and phase1.rule.block_size > 1:  # for which there is no kernel
+        w, final = chunkwise.precondition_keys(k.float(), phase1, cu_seqlens)
+        return w.to(k.dtype), final
+    return autograd.precondition_keys(k, phase1, cu_seqlens)
 
 
 def delta_rule(
@@ -51,14 +48,12 @@ def delta_rule(
     return autograd.delta_rule(q, k, v, beta, write_keys, log_decay, initial_state, scale, cu_seqlens)
 
 
-def online_scaled_delta_rule(
+def preconditioned_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     beta: Tensor,
-    retention: float | Tensor,
-    initial_scale: Tensor | None,
-    settings: Scaling,
+    phase1: Phase1,
     log_decay: Tensor | None,
     initial_state: Tensor | None,
     scale: float,
@@ -66,9 +61,11 @@ def online_scaled_delta_rule(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from osdn.ops.triton import autograd
 
-    return autograd.online_scaled_delta_rule(
-        q, k, v, beta, retention, initial_scale, settings, log_decay, initial_state, scale, cu_seqlens
-    )
+    arguments = (log_decay, initial_state, scale, cu_seqlens)
+    if isinstance(phase1.rule, Newton) and phase1.rule.block_size > 1:
+        w, final = precondition_keys(k, phase1, cu_seqlens)
+        return *delta_rule(q, k, v, beta, w, *arguments), final
+    return autograd.preconditioned_delta_rule(q, k, v, beta, phase1, *arguments)
 
 
 def decode_(
@@ -85,7 +82,7 @@ def decode_(
 ) -> tuple[Tensor, Tensor]:
     """One token or a few of every sequence, both phases in one launch, `state` updated in place.
 
-    For an engine that owns its state.  The arguments are those of `online_scaled_delta_rule`, settings=None
+    For an engine that owns its state.  The arguments are those of online scaling, settings=None
     being the delta rule without phase 1.  Returns the outputs [B, T, HV, V] and the final scale [B, HV, K],
     which has no elements without phase 1.
     """

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from osdn.ops.checks import Scaling
+from osdn.ops.checks import Newton, Scaling, Squash
 from osdn.ops.triton import decode, launch, phase1, phase1_backward, phase2, phase2_backward
 from osdn.ops.triton.chunks import chunks_of
 
@@ -94,11 +94,16 @@ def _call_everything(T: int, K: int, V: int, decay: str, dtype: torch.dtype) -> 
         w, _, steps = phase1.forward(scaling)
         phase1_backward.backward(scaling, steps, w, d)
         decode.forward(inputs, scaling, K**-0.5)
+        for rule, center in ((Newton(1.0, 1), None), (Squash(1.5, 1e-6), d[0, :, 0])):
+            other = phase1.Inputs(k, beta, retention, d, rule, at, center)
+            w, _, steps = phase1.forward(other)
+            phase1_backward.backward(other, steps, w, d)
+            decode.forward(inputs, other, K**-0.5)
 
 
 def _variant(x: launch.Launch) -> str:
     """The sizes and cases that this compilation is for."""
-    names = [name for name in ("K", "V", "DECAY", "RETENTION") if name in x.arguments]
+    names = [name for name in ("K", "V", "DECAY", "RULE", "RETENTION") if name in x.arguments]
     variant = [f"{name}={x.arguments[name]}" for name in names]
     if x.arguments.get("chunk_decay") is not None:
         variant.append("decay")

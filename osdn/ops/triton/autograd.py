@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osdn.ops import checks, watched
-from osdn.ops.checks import Scaling
+from osdn.ops.checks import Newton, Phase1, Rule, Scaling, Squash
 from osdn.ops.triton import decode, phase1, phase1_backward, phase2, phase2_backward
 from osdn.ops.triton.chunks import chunks_of
 
@@ -20,19 +20,11 @@ RECURRENT_UP_TO = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def precondition_keys(
-    k: Tensor,
-    beta: Tensor,
-    retention: float | Tensor,
-    initial_scale: Tensor | None,
-    settings: Scaling,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def precondition_keys(k: Tensor, p: Phase1, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     _check_dtype(k)
-    r, numbers = _retention(retention), _numbers(retention, settings)
-    tensors = (k, beta, r, initial_scale, cu_seqlens)
-    w, final_scale, *_ = _call(_precondition, _precondition_keys, *tensors, numbers, settings.beta_aware)
-    return w, final_scale
+    tensors = (k, p.gate, _retention(p.retention), _rows(p.initial), p.center, cu_seqlens)
+    w, final, *_ = _call(_precondition, _precondition_keys, *tensors, *_numbers(p.retention, p.rule))
+    return w, _shaped(final, p.rule)
 
 
 def delta_rule(
@@ -50,36 +42,43 @@ def delta_rule(
     w = write_keys if write_keys is None else write_keys.to(k.dtype)
     tensors = (q, k, v, beta, w, log_decay, initial_state)
     if k.shape[1] <= RECURRENT_UP_TO and not watched.by_autograd(tensors):
-        o, final_state, _ = _call(_recurrent, _recur, *tensors, None, None, cu_seqlens, scale, None, False)
+        nothing = (None, None, None, None)
+        o, final_state, _ = _call(_recurrent, _recur, *tensors, *nothing, cu_seqlens, scale, None, False)
         return o, final_state
     o, final_state = _call(_rule, _delta_rule, *tensors, cu_seqlens, scale)
     return o, final_state
 
 
-def online_scaled_delta_rule(
+def preconditioned_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     beta: Tensor,
-    retention: float | Tensor,
-    initial_scale: Tensor | None,
-    settings: Scaling,
+    p: Phase1,
     log_decay: Tensor | None,
     initial_state: Tensor | None,
     scale: float,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_dtype(k)
-    tensors = (q, k, v, beta, None, log_decay, initial_state, _retention(retention), initial_scale)
+    phase1 = (p.gate, _retention(p.retention), _rows(p.initial), p.center)
+    tensors = (q, k, v, beta, None, log_decay, initial_state, *phase1)
     if k.shape[1] <= RECURRENT_UP_TO and not watched.by_autograd(tensors):
-        numbers = _numbers(retention, settings)
-        o, final_state, final_scale = _call(
-            _recurrent, _recur, *tensors, cu_seqlens, scale, numbers, settings.beta_aware
-        )
-        return o, final_state, final_scale
-    w, final_scale = precondition_keys(k, beta, retention, initial_scale, settings, cu_seqlens)
+        numbers = _numbers(p.retention, p.rule)
+        o, final_state, final = _call(_recurrent, _recur, *tensors, cu_seqlens, scale, *numbers)
+        return o, final_state, _shaped(final, p.rule)
+    w, final = precondition_keys(k, p, cu_seqlens)
     o, final_state = delta_rule(q, k, v, beta, w, log_decay, initial_state, scale, cu_seqlens)
-    return o, final_state, final_scale
+    return o, final_state, final
+
+
+def _rows(initial: Tensor | None) -> Tensor | None:
+    """A diagonal covariance `[N, HV, K, 1, 1]` is a number per channel here."""
+    return initial.flatten(2) if initial is not None else None
+
+
+def _shaped(final: Tensor, rule: Rule) -> Tensor:
+    return final[..., None, None] if isinstance(rule, Newton) else final
 
 
 def _check_dtype(k: Tensor) -> None:
@@ -100,14 +99,23 @@ def _retention(retention: float | Tensor) -> Tensor | None:
     return retention if isinstance(retention, Tensor) else None
 
 
-def _numbers(retention: float | Tensor, settings: Scaling) -> list[float]:
-    """The settings of phase 1 as an operator takes them; `_scaling` undoes it."""
+def _numbers(retention: float | Tensor, rule: Rule) -> tuple[list[float], bool]:
+    """Phase 1's settings as an operator takes them, and whether it sees beta; `_rule_of` undoes it."""
     constant = 1.0 if isinstance(retention, Tensor) else retention
-    return [constant, settings.eta, settings.eps, *(settings.bounds or ())]
+    if isinstance(rule, Newton):
+        return [constant, 1, rule.prior], True
+    if isinstance(rule, Squash):
+        return [constant, 2, *rule], True
+    return [constant, 0, rule.eta, rule.eps, *(rule.bounds or ())], rule.beta_aware
 
 
-def _scaling(numbers: Sequence[float], beta_aware: bool) -> tuple[float, Scaling]:
-    constant, eta, eps, *bounds = numbers
+def _rule_of(numbers: Sequence[float], beta_aware: bool) -> tuple[float, Rule]:
+    constant, kind, *rest = numbers
+    if kind == 1:
+        return constant, Newton(rest[0], 1)
+    if kind == 2:
+        return constant, Squash(*rest)
+    eta, eps, *bounds = rest
     return constant, Scaling(eta, (bounds[0], bounds[1]) if bounds else None, beta_aware, eps)
 
 
@@ -137,14 +145,15 @@ def _phase1_inputs(
     beta: Tensor,
     r: Tensor | None,
     d: Tensor | None,
+    center: Tensor | None,
     cu: Tensor | None,
     numbers: Sequence[float],
     aware: bool,
 ) -> phase1.Inputs:
-    constant, settings = _scaling(numbers, aware)
-    k, beta, r, d = _contiguous(k, beta, r, d)
+    constant, settings = _rule_of(numbers, aware)
+    k, beta, r, d, center = _contiguous(k, beta, r, d, center)
     at = chunks_of(k, cu)
-    return phase1.Inputs(k, beta, constant if r is None else r, d, settings, at)
+    return phase1.Inputs(k, beta, constant if r is None else r, d, settings, at, center)
 
 
 def _precondition_keys(
@@ -152,12 +161,13 @@ def _precondition_keys(
     beta: Tensor,
     retention: Tensor | None,
     initial_scale: Tensor | None,
+    center: Tensor | None,
     cu_seqlens: Tensor | None,
     numbers: Sequence[float],
     beta_aware: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Write keys and final scale, and the three fields of `phase1.Steps` for the backward."""
-    inputs = _phase1_inputs(k, beta, retention, initial_scale, cu_seqlens, numbers, beta_aware)
+    inputs = _phase1_inputs(k, beta, retention, initial_scale, center, cu_seqlens, numbers, beta_aware)
     w, final_scale, steps = phase1.forward(inputs)
     return w, final_scale, *steps
 
@@ -166,7 +176,7 @@ _precondition = torch.library.custom_op("osdn::triton_precondition_keys", _preco
 
 
 @_precondition.register_fake
-def _(k, beta, retention, initial_scale, cu_seqlens, numbers, beta_aware):  # type: ignore[no-untyped-def]
+def _(k, beta, retention, initial_scale, center, cu_seqlens, *others):  # type: ignore[no-untyped-def]
     w, final_scale, steps = phase1.empty_outputs(k, beta, _sequences(k, cu_seqlens))
     return w, final_scale, *steps
 
@@ -177,6 +187,7 @@ def _precondition_backward(
     beta: Tensor,
     retention: Tensor | None,
     initial_scale: Tensor | None,
+    center: Tensor | None,
     cu_seqlens: Tensor | None,
     checkpoints: Tensor,
     bound: Tensor,
@@ -186,11 +197,11 @@ def _precondition_backward(
     numbers: Sequence[float],
     beta_aware: bool,
 ) -> list[Tensor]:
-    """Gradients of the first four arguments; one of no elements for an argument that is not there."""
-    inputs = _phase1_inputs(k, beta, retention, initial_scale, cu_seqlens, numbers, beta_aware)
+    """Gradients of the first five arguments; one of no elements for an argument that is not there."""
+    inputs = _phase1_inputs(k, beta, retention, initial_scale, center, cu_seqlens, numbers, beta_aware)
     steps = phase1.Steps(checkpoints, bound, u)
     grads = phase1_backward.backward(inputs, steps, *_contiguous(grad_write_keys, grad_final_scale))
-    return _as_given((k, beta, retention, initial_scale), (_per_key_head(grads.k, k), *grads[1:]))
+    return _as_given((k, beta, retention, initial_scale, center), (_per_key_head(grads.k, k), *grads[1:]))
 
 
 def _as_given(arguments: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor]:
@@ -211,8 +222,8 @@ def _nothing(arguments: Sequence[Tensor | None]) -> Tensor:
 
 
 @_precondition_backward.register_fake
-def _(k, beta, retention, initial_scale, *others):  # type: ignore[no-untyped-def]
-    return _like(k, beta, retention, initial_scale)
+def _(k, beta, retention, initial_scale, center, *others):  # type: ignore[no-untyped-def]
+    return _like(k, beta, retention, initial_scale, center)
 
 
 _precondition_backward.register_autograd(_refuse_double_backward)
@@ -231,10 +242,12 @@ def _differentiate_precondition(
     watched.refuse_batched("triton", (grad_w, grad_d))
     saved = ctx.saved_tensors
     k, beta = saved[:2]
-    if grad_w is None:
+    unread = grad_w is None
+    if unread:
         grad_w = k.new_zeros(*beta.shape, k.shape[3])
-    grads = _precondition_backward(*saved, grad_w, grad_d, ctx.numbers, ctx.beta_aware)
-    return (*(None if x is None else g for x, g in zip(saved, grads)), None, None, None)
+    made = _precondition_backward(*saved, grad_w, grad_d, ctx.numbers, ctx.beta_aware)
+    *grads, center = (None if x is None else g for x, g in zip(saved, made))
+    return (*grads, None if unread else center, None, None, None)  # the center is in the write keys alone
 
 
 _precondition.register_autograd(_differentiate_precondition, setup_context=_save_precondition)
@@ -346,8 +359,10 @@ def _recur(
     write_keys: Tensor | None,
     log_decay: Tensor | None,
     initial_state: Tensor | None,
+    gate: Tensor | None,
     retention: Tensor | None,
     initial_scale: Tensor | None,
+    center: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
     numbers: Sequence[float] | None,
@@ -357,7 +372,8 @@ def _recur(
     inputs = _phase2_inputs(q, k, v, beta, write_keys, log_decay, initial_state, cu_seqlens)
     scaling = None
     if numbers is not None:
-        scaling = _phase1_inputs(k, beta, retention, initial_scale, cu_seqlens, numbers, beta_aware)
+        gate = beta if gate is None else gate
+        scaling = _phase1_inputs(k, gate, retention, initial_scale, center, cu_seqlens, numbers, beta_aware)
     return decode.forward(inputs, scaling, scale)
 
 
@@ -365,7 +381,7 @@ _recurrent = torch.library.custom_op("osdn::triton_recurrent", _recur, mutates_a
 
 
 @_recurrent.register_fake
-def _(q, k, v, beta, w, g, S, r, d, cu_seqlens, scale, numbers, beta_aware):  # type: ignore[no-untyped-def]
+def _(q, k, v, beta, w, g, S, gate, r, d, c, cu_seqlens, scale, numbers, aware):  # type: ignore[no-untyped-def]
     o, final_state = _outputs(k, v, cu_seqlens)
     N, HV, K, _ = final_state.shape
     return o, final_state, k.new_empty(N if numbers is not None else 0, HV, K, dtype=torch.float32)
@@ -385,8 +401,7 @@ def decode_(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     _check_decoding(q, k, v, beta, retention, initial_scale, log_decay, state)
-    numbers = None if settings is None else _numbers(retention, settings)
-    aware = settings is not None and settings.beta_aware
+    numbers, aware = (None, False) if settings is None else _numbers(retention, settings)
     tensors = (q, k, v, beta, log_decay, state, _retention(retention), initial_scale)
     if watched.by_autograd(tensors):
         raise ValueError("decode_ has no gradient; call it under torch.no_grad()")
@@ -441,7 +456,7 @@ def _step(
     inputs = _phase2_inputs(q, k, v, beta, None, log_decay, state, None)
     scaling = None
     if numbers is not None:
-        scaling = _phase1_inputs(k, beta, retention, initial_scale, None, numbers, beta_aware)
+        scaling = _phase1_inputs(k, beta, retention, initial_scale, None, None, numbers, beta_aware)
     o, _, final_scale = decode.forward(inputs, scaling, scale, in_place=True)
     return o, final_scale
 

@@ -16,10 +16,10 @@ from osdn.ops.triton.blocks import CHANNEL_DECAY, HEAD_DECAY
 from osdn.ops.triton.phase1 import (
     CHANNEL_RETENTION,
     HEAD_RETENTION,
-    clip,
-    free_step,
+    load_center,
     load_row,
     load_scale,
+    step,
 )
 from osdn.ops.triton.phase2 import load_state, store_state
 
@@ -30,10 +30,12 @@ def recurrent_kernel(
     k,
     v,
     beta,
+    gate,
     w,
     g,
     retention,
     initial_scale,
+    center,
     initial_state,
     tokens,
     o,
@@ -41,6 +43,7 @@ def recurrent_kernel(
     final_scale,
     scale,
     constant,
+    first_scale,
     eta,
     eps,
     low,
@@ -54,6 +57,7 @@ def recurrent_kernel(
     BV: tl.constexpr,
     DECAY: tl.constexpr,
     ONLINE: tl.constexpr,
+    RULE: tl.constexpr,
     RETENTION: tl.constexpr,
     BETA_AWARE: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -65,19 +69,20 @@ def recurrent_kernel(
     if initial_state is not None:
         S += load_state(initial_state, sequence * HV + head, first, K, V, KP, BV).to(tl.float32)
     if ONLINE:
-        d = load_scale(initial_scale, sequence * HV + head, K, KP)
+        d = load_scale(initial_scale, first_scale, sequence * HV + head, K, KP)
+        c = load_center(center, head)
     for t in range(tl.load(tokens + sequence), tl.load(tokens + sequence + 1)):
         token = tl.cast(t, tl.int64)
         b_k = load_row(k, token, head // (HV // H), H, K, rows)
         b = tl.load(beta + token * HV + head).to(tl.float32)
         if ONLINE:
-            b_w = d * b_k
             r = constant
             if RETENTION == HEAD_RETENTION:
                 r = tl.load(retention + token * HV + head).to(tl.float32)
             if RETENTION == CHANNEL_RETENTION:
                 r = load_row(retention, token, head, HV, K, rows)
-            d = clip(free_step(d, b_k, b if BETA_AWARE else 1.0, r, eta, eps), low, high, BOUNDED)
+            seen = tl.load(gate + token * HV + head).to(tl.float32) if BETA_AWARE else 1.0
+            b_w, d = step(d, b_k, seen, r, c, eta, eps, low, high, RULE, BOUNDED)
         else:
             b_w = load_row(w, token, head // (HV // HW), HW, K, rows)
         if DECAY == HEAD_DECAY:
@@ -119,9 +124,12 @@ def forward(
         k=x.k,
         v=x.v,
         beta=x.beta,
+        gate=p.beta,
         w=x.w,
         g=x.g,
         initial_scale=p.initial_scale,
+        center=p.center,
+        first_scale=p.first,
         initial_state=x.initial_state,
         tokens=x.at.tokens,
         o=o,

@@ -1,8 +1,9 @@
-"""Phase 1, forward: the scale follows the keys, and the write keys are the keys scaled by it.
+"""Phase 1, forward: a state of one number per channel follows the keys and makes them write keys.
 
-Two ways.  Token by token (`advance`): the scale in registers, keys streamed, for every retention and box.  By
-chunks, for long sequences without retention: while the box does not bind, phase 1 is itself a delta rule with
-one value column, key k2 = k**2 and target 1 / beta, so a chunk's steps u solve a small triangular system,
+Two ways.  Token by token (`advance`): the state in registers, keys streamed, for every rule, retention and
+box.  By chunks, for online scaling of long sequences without retention: while the box does not bind, phase 1
+is itself a delta rule with one value column, key k2 = k**2 and target 1 / beta, so a chunk's steps u solve a
+small triangular system,
 
     (I + diag(y) L) u = x - y * (k2 d),  x = eta beta / n,  y = eta beta**2 / n,  L_ij = k2_i . k2_j (j < i)
 
@@ -12,6 +13,7 @@ is taken token by token.  Both ways leave the scale at the start of every chunk,
 """
 # mypy: allow-untyped-defs
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from osdn.ops.checks import Scaling
+from osdn.ops.checks import Newton, Rule, Scaling, Squash
 from osdn.ops.triton import blocks, launch
 from osdn.ops.triton.chunks import Chunks, upper_bound
 
 # What `RETENTION` says of what a scale keeps of itself.
 HEAD_RETENTION = tl.constexpr(1)  # one number a token and head
 CHANNEL_RETENTION = tl.constexpr(2)  # one a token, head and channel; else one number for all
+
+# What `RULE` says of how the state moves; `eta` is then the prior, or the logarithm of the squash.
+NEWTON = tl.constexpr(1)  # a diagonal covariance
+SQUASH = tl.constexpr(2)  # a Gram diagonal; else a scale by online gradient descent
 
 # From this length on three launches cost less than tokens one after another; to be measured on a GPU.
 PARALLEL_FROM = 256
@@ -96,28 +102,62 @@ def clip(d, low, high, BOUNDED: tl.constexpr):
 
 
 @triton.jit
+def squashed(often, eta):
+    """1 / (1 + |x|) and exp(-eta x / (1 + |x|))."""
+    inverse = 1.0 / (1.0 + tl.abs(often))
+    return inverse, tl.exp(-eta * often * inverse)
+
+
+@triton.jit
+def step(d, k, b, r, center, eta, eps, low, high, RULE: tl.constexpr, BOUNDED: tl.constexpr):
+    """One token: its write key [K], and the state [K] after it."""
+    if RULE == NEWTON:
+        w = d * k
+        n = 1.0 + b * tl.sum(k * w, 0)
+        d = r * (d - b / n * w * w) + (1.0 - r) * eta
+        w = w / n
+    elif RULE == SQUASH:
+        d = r * d + b * k * k
+        _, scale = squashed(tl.log(d + eps) - center, eta)
+        w = scale * k
+    else:
+        w = d * k
+        d = clip(free_step(d, k, b, r, eta, eps), low, high, BOUNDED)
+    return w, d
+
+
+@triton.jit
+def load_center(center, head):
+    c = 0.0
+    if center is not None:
+        c = tl.load(center + head).to(tl.float32)
+    return c
+
+
+@triton.jit
 def advance(
-    d, k, beta, retention, w, start, size, head, constant, eta, eps, low, high,
+    d, k, beta, retention, w, start, size, head, center, constant, eta, eps, low, high,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    RETENTION: tl.constexpr, BETA_AWARE: tl.constexpr, BOUNDED: tl.constexpr, C: tl.constexpr,
+    RULE: tl.constexpr, RETENTION: tl.constexpr, BETA_AWARE: tl.constexpr, BOUNDED: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """Token by token through a chunk: writes the write keys and returns the scale after them."""
+    """Token by token through a chunk: writes the write keys and returns the state after them."""
     columns = tl.arange(0, KP)
     betas = load_betas(beta, start, size, head, HV, BETA_AWARE, C)
     per_head = load_retentions(retention, start, size, head, HV, RETENTION, C)
     for t in tl.range(size, num_stages=STAGES):
         b_k = load_row(k, start + t, head // (HV // H), H, K, columns)
-        place = w + ((start + t) * HV + head) * K + columns
-        tl.store(place, (d * b_k).to(w.dtype.element_ty), mask=columns < K)
         r = retention_at(retention, per_head, constant, start, t, head, columns, HV, K, RETENTION, C)
-        d = clip(free_step(d, b_k, pick(betas, t, C), r, eta, eps), low, high, BOUNDED)
+        b_w, d = step(d, b_k, pick(betas, t, C), r, center, eta, eps, low, high, RULE, BOUNDED)
+        place = w + ((start + t) * HV + head) * K + columns
+        tl.store(place, b_w.to(w.dtype.element_ty), mask=columns < K)
     return d
 
 
 @triton.jit
-def load_scale(initial_scale, index, K: tl.constexpr, KP: tl.constexpr):
-    """The initial scale [KP]; ones unless given."""
-    d = tl.full((KP,), 1.0, tl.float32)
+def load_scale(initial_scale, first, index, K: tl.constexpr, KP: tl.constexpr):
+    """The initial state [KP]; `first` everywhere unless given."""
+    d = tl.zeros((KP,), tl.float32) + first
     if initial_scale is not None:
         columns = tl.arange(0, KP)
         d = tl.load(initial_scale + blocks.row_at(index, K, columns), mask=columns < K, other=1.0).to(
@@ -132,12 +172,14 @@ def precondition_kernel(
     beta,
     retention,
     initial_scale,
+    center,
     chunks,
     sequences,
     w,
     checkpoints,
     final_scale,
     constant,
+    first,
     eta,
     eps,
     low,
@@ -146,6 +188,7 @@ def precondition_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
+    RULE: tl.constexpr,
     RETENTION: tl.constexpr,
     BETA_AWARE: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -154,13 +197,14 @@ def precondition_kernel(
     """One sequence and head, token by token."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, KP)
-    d = load_scale(initial_scale, sequence * HV + head, K, KP)
+    d = load_scale(initial_scale, first, sequence * HV + head, K, KP)
+    c = load_center(center, head)
     for chunk in range(tl.load(sequences + sequence), tl.load(sequences + sequence + 1)):
         start, size = blocks.chunk_at(chunks, chunk)
         tl.store(checkpoints + blocks.row_at(chunk * HV + head, K, columns), d, mask=columns < K)
         d = advance(
-            d, k, beta, retention, w, start, size, head, constant, eta, eps, low, high,
-            H, HV, K, KP, RETENTION, BETA_AWARE, BOUNDED, C,
+            d, k, beta, retention, w, start, size, head, c, constant, eta, eps, low, high,
+            H, HV, K, KP, RULE, RETENTION, BETA_AWARE, BOUNDED, C,
         )  # fmt: skip
     tl.store(final_scale + blocks.row_at(sequence * HV + head, K, columns), d, mask=columns < K)
 
@@ -237,7 +281,7 @@ def scale_scan_kernel(
     sequence, head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, KP)
     lower = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
-    d = load_scale(initial_scale, sequence * HV + head, K, KP)
+    d = load_scale(initial_scale, 1.0, sequence * HV + head, K, KP)
     for chunk in range(tl.load(sequences + sequence), tl.load(sequences + sequence + 1)):
         start, size = blocks.chunk_at(chunks, chunk)
         tl.store(checkpoints + blocks.row_at(chunk * HV + head, K, columns), d, mask=columns < K)
@@ -259,8 +303,8 @@ def scale_scan_kernel(
             d = d + up + down
         else:
             d = advance(
-                d, k, beta, None, w, start, size, head, 1.0, eta, eps, low, high,
-                H, HV, K, KP, 0, BETA_AWARE, BOUNDED, C,
+                d, k, beta, None, w, start, size, head, 0.0, 1.0, eta, eps, low, high,
+                H, HV, K, KP, 0, 0, BETA_AWARE, BOUNDED, C,
             )  # fmt: skip
     tl.store(final_scale + blocks.row_at(sequence * HV + head, K, columns), d, mask=columns < K)
 
@@ -315,17 +359,17 @@ class Inputs(NamedTuple):
     """What phase 1 is given; `retention` is a number for all tokens or a tensor."""
 
     k: Tensor  # [B, T, H, K]
-    beta: Tensor  # [B, T, HV]
+    beta: Tensor  # [B, T, HV], or the gain of `Squash`
     retention: float | Tensor  # [B, T, HV] or [B, T, HV, K]
-    initial_scale: Tensor | None  # [N, HV, K]
-    settings: Scaling
+    initial_scale: Tensor | None  # [N, HV, K]; so, too, a covariance or a Gram diagonal
+    settings: Rule
     at: Chunks
+    center: Tensor | None = None  # [HV]
 
     @property
     def parallel(self) -> bool:
-        return (
-            isinstance(self.retention, float) and self.retention == 1.0 and self.at.longest >= PARALLEL_FROM
-        )
+        keeps_all = isinstance(self.retention, float) and self.retention == 1.0
+        return isinstance(self.settings, Scaling) and keeps_all and self.at.longest >= PARALLEL_FROM
 
     def sizes(self) -> dict[str, int]:
         (H, K), HV = self.k.shape[2:], self.beta.shape[2]
@@ -336,14 +380,27 @@ class Inputs(NamedTuple):
             "K": K,
             "KP": max(16, triton.next_power_of_2(K)),
             "RETENTION": retention,
-            "BETA_AWARE": self.settings.beta_aware,
-            "BOUNDED": self.settings.bounds is not None,
+            "RULE": {Scaling: 0, Newton: 1, Squash: 2}[type(self.settings)],
+            "BETA_AWARE": not isinstance(self.settings, Scaling) or self.settings.beta_aware,
+            "BOUNDED": isinstance(self.settings, Scaling) and self.settings.bounds is not None,
             **self.at.sizes(),
         }
 
     def numbers(self) -> dict[str, float]:
-        low, high = self.settings.bounds or (0.0, 0.0)
-        return {"eta": self.settings.eta, "eps": self.settings.eps, "low": low, "high": high}
+        """`eta` and the like, whatever they are called in this rule."""
+        rule = self.settings
+        if isinstance(rule, Newton):
+            return {"eta": rule.prior, "eps": 0.0, "low": 0.0, "high": 0.0}
+        if isinstance(rule, Squash):
+            return {"eta": math.log(rule.bound), "eps": rule.eps, "low": 0.0, "high": 0.0}
+        low, high = rule.bounds or (0.0, 0.0)
+        return {"eta": rule.eta, "eps": rule.eps, "low": low, "high": high}
+
+    @property
+    def first(self) -> float:
+        """Where every channel's state starts."""
+        rule = self.settings
+        return rule.prior if isinstance(rule, Newton) else float(isinstance(rule, Scaling))
 
     def kept(self) -> dict[str, Any]:
         """The retention, as a tensor or a number."""
@@ -358,14 +415,15 @@ def system(i: Inputs) -> dict[str, Tensor]:
     x, y = i.beta.new_empty(2, *i.beta.shape, dtype=torch.float32)
     solve = i.k.new_empty(i.at.count, HV, i.at.size, i.at.size, dtype=torch.float32)
     made = {"x": x, "y": y, "solve": solve}
-    inputs = {"k": i.k, "beta": i.beta, "chunks": i.at.table, "eta": i.settings.eta, "eps": i.settings.eps}
+    numbers = {name: x for name, x in i.numbers().items() if name in ("eta", "eps")}
+    inputs = {"k": i.k, "beta": i.beta, "chunks": i.at.table, **numbers}
     launch.run(system_kernel, lambda o: (i.at.count, HV), i.k, i.sizes(), **inputs, **made)
     return made
 
 
 def forward(i: Inputs) -> tuple[Tensor, Tensor, Steps]:
     """Write keys [B, T, HV, K], final scale [N, HV, K], and what the backward needs."""
-    k, beta, _, initial_scale, _, at = i
+    k, beta, _, initial_scale, _, at, center = i
     K, HV = k.shape[3], beta.shape[2]
     w, final_scale, steps = empty_outputs(k, beta, at.N)
     per_sequence = lambda o: (at.N, HV)  # noqa: E731
@@ -378,8 +436,9 @@ def forward(i: Inputs) -> tuple[Tensor, Tensor, Steps]:
     }
     if not i.parallel:
         launch.run(
-            precondition_kernel, per_sequence, k, i.sizes(), **common, **scan, **i.kept(), **i.numbers()
-        )
+            precondition_kernel, per_sequence, k, i.sizes(), **common, **scan, **i.kept(), **i.numbers(),
+            center=center, first=i.first,
+        )  # fmt: skip
         return w, final_scale, steps
     common |= {"bound": steps.bound, "u": steps.u}
     launch.run(scale_scan_kernel, per_sequence, k, i.sizes(), **common, **scan, **system(i), **i.numbers())

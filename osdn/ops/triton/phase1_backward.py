@@ -22,18 +22,22 @@ from osdn.ops.triton import blocks, launch
 from osdn.ops.triton.phase1 import (
     CHANNEL_RETENTION,
     HEAD_RETENTION,
+    NEWTON,
+    SQUASH,
     STAGES,
     Inputs,
     Steps,
-    clip,
     free_step,
     load_betas,
+    load_center,
     load_checkpoint,
     load_retentions,
     load_row,
     pick,
     retention_at,
     scales_within,
+    squashed,
+    step,
     system,
 )
 
@@ -54,13 +58,52 @@ def key_gradient(k, d, after, dw, c, ds, dn):
 
 
 @triton.jit
+def covariance_back(d, k, b, r, dw, after, prior):
+    """Gradients of k, b and r [K] and of the covariance before the token (docs/cpu.md)."""
+    y = d * k
+    s = tl.sum(k * y, 0)
+    n = 1.0 + b * s
+    kept = r * after
+    dc = -tl.sum(kept * y * y, 0)
+    dn = -(tl.sum(dw * y, 0) + dc * b) / (n * n)
+    dy = dw / n + dn * b * k - 2.0 * b / n * kept * y
+    dr = after * (d - b / n * y * y - prior)
+    return dn * b * y + d * dy, dc / n + dn * s, dr, kept + dy * k
+
+
+@triton.jit
+def gram_back(d, k, b, r, dw, after, center, eta, eps):
+    """Gradients of k, b and r [K], of the Gram diagonal before the token, and of the center."""
+    total = r * d + b * k * k + eps
+    inverse, scale = squashed(tl.log(total) - center, eta)
+    dlog = -eta * dw * k * scale * inverse * inverse
+    g = after + dlog / total
+    return dw * scale + 2.0 * b * k * g, tl.sum(g * k * k, 0), g * d, r * g, -tl.sum(dlog, 0)
+
+
+@triton.jit
+def scale_back(d, k, b, r, dw, after, eta, eps, low, high, BOUNDED: tl.constexpr):
+    """Gradients of k, b and r [K] and of the scale before the token."""
+    if BOUNDED:
+        free = free_step(d, k, b, r, eta, eps)
+        after = tl.where((free >= low) & (free <= high), after, 0.0)
+    k2 = k * k
+    c, ds, dn, db = token_gradients(b, tl.sum(d * k2, 0), tl.sum(k2, 0), tl.sum(after * k2, 0), eta, eps)
+    return key_gradient(k, d, after, dw, c, ds, dn), db, after * d, r * after + ds * k2 + dw * k
+
+
+@triton.jit
 def retreat(
     after, d, k, beta, retention, grad_w, scratch, grad_k, grad_beta, grad_retention, start, size, head,
-    constant, eta, eps, low, high,
+    center, constant, eta, eps, low, high,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    RETENTION: tl.constexpr, BETA_AWARE: tl.constexpr, BOUNDED: tl.constexpr, C: tl.constexpr,
+    RULE: tl.constexpr, RETENTION: tl.constexpr, BETA_AWARE: tl.constexpr, BOUNDED: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """Token by token back through a chunk that starts at the scale `d`; returns the gradient before it."""
+    """Token by token back through a chunk that starts at the state `d`.
+
+    Returns the gradient of the state before it, and what the chunk adds to that of the center.
+    """
     columns = tl.arange(0, KP)
     betas = load_betas(beta, start, size, head, HV, BETA_AWARE, C)
     per_head = load_retentions(retention, start, size, head, HV, RETENTION, C)
@@ -68,7 +111,8 @@ def retreat(
         tl.store(scratch + t * KP + columns, d)
         b_k = load_row(k, start + t, head // (HV // H), H, K, columns)
         r = retention_at(retention, per_head, constant, start, t, head, columns, HV, K, RETENTION, C)
-        d = clip(free_step(d, b_k, pick(betas, t, C), r, eta, eps), low, high, BOUNDED)
+        _, d = step(d, b_k, pick(betas, t, C), r, center, eta, eps, low, high, RULE, BOUNDED)
+    to_center = 0.0
     tl.debug_barrier()  # what one thread wrote another may read
     for back in tl.range(size, num_stages=STAGES):
         t = size - 1 - back
@@ -77,22 +121,23 @@ def retreat(
         dw = load_row(grad_w, start + t, head, HV, K, columns)
         r = retention_at(retention, per_head, constant, start, t, head, columns, HV, K, RETENTION, C)
         b = pick(betas, t, C)
-        if BOUNDED:
-            free = free_step(d, b_k, b, r, eta, eps)
-            after = tl.where((free >= low) & (free <= high), after, 0.0)
-        k2 = b_k * b_k
-        c, ds, dn, db = token_gradients(b, tl.sum(d * k2, 0), tl.sum(k2, 0), tl.sum(after * k2, 0), eta, eps)
+        if RULE == NEWTON:
+            dk, db, dr, after = covariance_back(d, b_k, b, r, dw, after, eta)
+        elif RULE == SQUASH:
+            dk, db, dr, after, dcenter = gram_back(d, b_k, b, r, dw, after, center, eta, eps)
+            to_center += dcenter
+        else:
+            dk, db, dr, after = scale_back(d, b_k, b, r, dw, after, eta, eps, low, high, BOUNDED)
         token = (start + t) * HV + head
-        tl.store(grad_k + token * K + columns, key_gradient(b_k, d, after, dw, c, ds, dn), mask=columns < K)
+        tl.store(grad_k + token * K + columns, dk, mask=columns < K)
         if BETA_AWARE:
             tl.store(grad_beta + token, db)
         if RETENTION == HEAD_RETENTION:
-            tl.store(grad_retention + token, tl.sum(after * d, 0))
+            tl.store(grad_retention + token, tl.sum(tl.where(columns < K, dr, 0.0), 0))
         if RETENTION == CHANNEL_RETENTION:
-            tl.store(grad_retention + token * K + columns, after * d, mask=columns < K)
-        after = r * after + ds * k2 + dw * b_k
+            tl.store(grad_retention + token * K + columns, dr, mask=columns < K)
     tl.debug_barrier()  # the next chunk writes over the scratch
-    return after
+    return after, to_center
 
 
 @triton.jit
@@ -109,6 +154,7 @@ def precondition_back_kernel(
     k,
     beta,
     retention,
+    center,
     chunks,
     sequences,
     checkpoints,
@@ -119,6 +165,7 @@ def precondition_back_kernel(
     grad_beta,
     grad_retention,
     grad_initial_scale,
+    grad_center,
     constant,
     eta,
     eps,
@@ -128,6 +175,7 @@ def precondition_back_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
+    RULE: tl.constexpr,
     RETENTION: tl.constexpr,
     BETA_AWARE: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -136,6 +184,8 @@ def precondition_back_kernel(
     """One sequence and head, token by token."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, KP)
+    c = load_center(center, head)
+    to_center = 0.0
     own = scratch + (sequence * HV + head).to(tl.int64) * (C * KP)
     after = load_grad(grad_final_scale, sequence * HV + head, K, KP)
     begin, end = tl.load(sequences + sequence), tl.load(sequences + sequence + 1)
@@ -143,10 +193,13 @@ def precondition_back_kernel(
         chunk = end - 1 - back
         start, size = blocks.chunk_at(chunks, chunk)
         d = tl.load(checkpoints + blocks.row_at(chunk * HV + head, K, columns), mask=columns < K, other=1.0)
-        after = retreat(
+        after, more = retreat(
             after, d, k, beta, retention, grad_w, own, grad_k, grad_beta, grad_retention, start, size, head,
-            constant, eta, eps, low, high, H, HV, K, KP, RETENTION, BETA_AWARE, BOUNDED, C,
+            c, constant, eta, eps, low, high, H, HV, K, KP, RULE, RETENTION, BETA_AWARE, BOUNDED, C,
         )  # fmt: skip
+        to_center += more
+    if grad_center is not None:
+        tl.store(grad_center + sequence * HV + head, to_center)
     if grad_initial_scale is not None:
         tl.store(
             grad_initial_scale + blocks.row_at(sequence * HV + head, K, columns), after, mask=columns < K
@@ -232,9 +285,9 @@ def scale_scan_back_kernel(
             after += tl.load(sums + place, mask=columns < K, other=0.0) - tl.sum(k2 * dc[:, None], 0)
         else:
             d = tl.load(checkpoints + place, mask=columns < K, other=1.0)
-            after = retreat(
+            after, _ = retreat(
                 after, d, k, beta, None, grad_w, own, grad_k, grad_beta, None, start, size, head,
-                1.0, eta, eps, low, high, H, HV, K, KP, 0, BETA_AWARE, BOUNDED, C,
+                0.0, 1.0, eta, eps, low, high, H, HV, K, KP, 0, 0, BETA_AWARE, BOUNDED, C,
             )  # fmt: skip
     if grad_initial_scale is not None:
         tl.store(
@@ -303,10 +356,11 @@ class Gradients(NamedTuple):
     beta: Tensor
     retention: Tensor | None
     initial_scale: Tensor | None
+    center: Tensor | None
 
 
 def backward(i: Inputs, steps: Steps, grad_w: Tensor, grad_final_scale: Tensor | None) -> Gradients:
-    k, beta, retention, initial_scale, _, at = i
+    k, beta, retention, initial_scale, _, at, center = i
     B, T, H, K = k.shape
     HV = beta.shape[2]
     grad_k = k.new_empty(B, T, HV, K, dtype=k.dtype if H == HV else torch.float32)
@@ -323,9 +377,12 @@ def backward(i: Inputs, steps: Steps, grad_w: Tensor, grad_final_scale: Tensor |
     per_sequence = lambda o: (at.N, HV)  # noqa: E731
     if not i.parallel:
         grad_r = torch.empty_like(retention, dtype=torch.float32) if isinstance(retention, Tensor) else None
-        arguments = {**common, **to_keys, **scan, **i.kept(), **i.numbers(), "grad_retention": grad_r}
+        grad_center = None if center is None else k.new_empty(at.N, HV, dtype=torch.float32)
+        more = {"grad_retention": grad_r, "center": center, "grad_center": grad_center}
+        arguments = {**common, **to_keys, **scan, **i.kept(), **i.numbers(), **more}
         launch.run(precondition_back_kernel, per_sequence, k, i.sizes(), **arguments)
-        return Gradients(grad_k, grad_beta, grad_r, grad_initial_scale)
+        grad_center = None if grad_center is None else grad_center.sum(0)
+        return Gradients(grad_k, grad_beta, grad_r, grad_initial_scale, grad_center)
 
     solved = system(i)
     sums = {"sums": torch.empty_like(steps.checkpoints), "later_sums": torch.empty_like(steps.u)}
@@ -341,8 +398,8 @@ def backward(i: Inputs, steps: Steps, grad_w: Tensor, grad_final_scale: Tensor |
         **kept,
         **made,
         "u": steps.u,
-        "eta": i.settings.eta,
-        "eps": i.settings.eps,
+        "eta": i.numbers()["eta"],
+        "eps": i.numbers()["eps"],
     }
     launch.run(scale_keys_back_kernel, per_chunk, k, i.sizes(), **arguments)
-    return Gradients(grad_k, grad_beta, None, grad_initial_scale)
+    return Gradients(grad_k, grad_beta, None, grad_initial_scale, None)

@@ -6,9 +6,16 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
-from osdn.ops import delta_rule, online_scaled_delta_rule, precondition_keys
+from osdn.ops import (
+    delta_rule,
+    newton_delta_rule,
+    newton_keys,
+    online_scaled_delta_rule,
+    pgdn_keys,
+    precondition_keys,
+)
 from osdn.ops.triton import autograd, phase1
-from tests.ops.problems import Config, assert_close, make, relative_error
+from tests.ops.problems import BOTH, Config, assert_close, make, relative_error
 from tests.ops.test_agreement import (
     BOXES,
     EXTREMES,
@@ -65,9 +72,22 @@ def test_phase_1_token_by_token_is_that_of_the_reference(config):
     agrees(precondition_keys, config)
 
 
+@pytest.mark.parametrize("operator", [newton_keys, pgdn_keys], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("retention", ["none", "constant", "head", "channel"])
+def test_other_rules_token_by_token_are_those_of_the_reference(operator, retention):
+    agrees(operator, replace(RETENTIONS[retention], prior=2.0, squash=2.0, lengths=(66, 0, 3), packed=True))
+
+
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
 def test_both_phases_are_those_of_the_reference(decay):
     agrees(online_scaled_delta_rule, Config(**PACKED, H=1, K=12, V=9, decay=decay, retention="head"))
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_blocks_without_a_kernel_are_those_of_the_reference(block):
+    agrees(
+        newton_delta_rule, Config(**PACKED, H=1, K=12, V=9, block=block, decay="head", retention="channel")
+    )
 
 
 # The gradient of beta jumps where a step outward from a bound is smaller than float32's spacing; a tight box
@@ -207,7 +227,7 @@ def agrees_if_well_posed(operator, config: Config, dtype: torch.dtype = torch.fl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @every_operator
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(config=SMALL)
 def test_random_configurations_agree(operator, dtype, config):
     agrees_if_well_posed(operator, config, dtype)
@@ -278,20 +298,20 @@ def test_what_lies_far_into_a_tensor_is_found(T):
     assert torch.equal(state[1], last[0])
 
 
-def test_short_sequences_take_the_recurrent_kernel(monkeypatch):
+@pytest.mark.parametrize("operator", BOTH, ids=lambda f: f.__name__)
+def test_short_sequences_take_the_recurrent_kernel(monkeypatch, operator):
     """The same answer with and without a gradient, though the kernels differ."""
-    problem = make(Config((9,), H=1, K=8, V=8, decay="head"))
-    tensors, options = problem.arguments(online_scaled_delta_rule)
+    problem = make(Config((9,), H=1, K=8, V=8, decay="head", retention="head", initial_scale="each"))
+    tensors, options = problem.arguments(operator)
     tensors = {name: x.to(DEVICE) for name, x in tensors.items()}
     calls = []
     monkeypatch.setattr(autograd.decode, "forward", _counting(autograd.decode.forward, calls))
     with torch.no_grad():
-        o = online_scaled_delta_rule(**tensors, **options, backend="triton")[0]
+        recurrent = operator(**tensors, **options, backend="triton")
     assert len(calls) == 1
     tensors["v"].requires_grad_()
-    assert (
-        relative_error(o, online_scaled_delta_rule(**tensors, **options, backend="triton")[0].detach()) < 1e-6
-    )
+    for a, b in zip(recurrent, operator(**tensors, **options, backend="triton")):
+        assert relative_error(a, b.detach()) < 1e-6
     assert len(calls) == 1
 
 

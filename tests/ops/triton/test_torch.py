@@ -5,9 +5,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from osdn.ops import delta_rule, online_scaled_delta_rule, precondition_keys
+from osdn.ops import delta_rule, online_scaled_delta_rule
 from osdn.ops.triton import autograd, chunks, phase1
-from tests.ops.problems import Config, make, relative_error, weighted_sum
+from tests.ops.problems import OPERATORS, Config, make, relative_error, weighted_sum
 from tests.ops.triton.device import DEVICE
 
 SMALL = Config(
@@ -26,18 +26,18 @@ def arguments(operator, config=SMALL, dtype=torch.float32):
 def test_custom_operators_keep_their_promises_to_pytorch():
     x, options = arguments(online_scaled_delta_rule)
     x = {name: t.requires_grad_() for name, t in x.items()}
-    numbers, cu = [1.0, 0.003, 1e-6, 0.5, 2.0], options["cu_seqlens"]
+    numbers, cu = [1.0, 0, 0.003, 1e-6, 0.5, 2.0], options["cu_seqlens"]
     torch.library.opcheck(
-        autograd._precondition, (x["k"], x["beta"], x["retention"], None, cu, numbers, True)
+        autograd._precondition, (x["k"], x["beta"], x["retention"], None, None, cu, numbers, True)
     )
     rule = (x["q"], x["k"], x["v"], x["beta"], None, x["log_decay"], x["initial_state"], cu, 0.5)
     torch.library.opcheck(autograd._rule, rule)
     with torch.no_grad():
         tensors = [t.detach() if isinstance(t, torch.Tensor) else t for t in rule[:7]]
-        torch.library.opcheck(autograd._recurrent, (*tensors, None, None, cu, 0.5, numbers, True))
+        torch.library.opcheck(autograd._recurrent, (*tensors, None, None, None, None, cu, 0.5, numbers, True))
 
 
-@pytest.mark.parametrize("operator", [precondition_keys, delta_rule, online_scaled_delta_rule])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_compilation_traces_through_in_one_graph(operator):
     x, options = arguments(operator)
     x = {name: t.requires_grad_() for name, t in x.items()}

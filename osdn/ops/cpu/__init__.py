@@ -265,6 +265,7 @@ def _symmetric(grad: Tensor | None, block: int) -> Tensor | None:
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     watched.refuse_batched("cpu", grads)
     grad_out, grad_final_state, grad_final_scale = grads[:3]
+    grad_final_scale = _symmetric(grad_final_scale, int(ctx.numbers[1]))
     # What the loss does not depend on gets no gradient: zero times an overflow would be NaN.
     if grad_out is None and grad_final_state is None:
         return _scale_backward(ctx, grad_final_scale)
@@ -273,7 +274,6 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
     if unread:
         q, grad_out = torch.zeros_like(q), torch.zeros_like(v)
     saved = (q, k, v, *others)
-    grad_final_scale = _symmetric(grad_final_scale, int(ctx.numbers[1]))
     made = _delta_rule_backward(*saved, grad_out, grad_final_state, grad_final_scale, ctx.numbers)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
     result[0] = None if unread else _sum_groups(made[0], k.shape[2])
@@ -285,24 +285,18 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
 
 def _scale_backward(ctx: Any, grad_final_scale: Tensor | None) -> tuple[Tensor | None, ...]:
     """The backward of a loss that sees phase 1's final state alone."""
-    if not ctx.numbers[0]:
+    if grad_final_scale is None or not ctx.numbers[0]:  # it sees nothing, or there is no phase 1
         return (None,) * 14
-    _, k, _, beta, _, _, retention, initial_scale, _, gain, center, cu_seqlens, *_, checkpoints = (
+    _, k, _, beta, _, _, retention, initial, _, gain, center, cu_seqlens, _, _, checkpoints = (
         ctx.saved_tensors
     )
-    inputs = (k, beta if gain is None else gain, retention, initial_scale)
-    grad_final_scale = _symmetric(grad_final_scale, int(ctx.numbers[1]))
-    made = _precondition_keys_backward(
-        *inputs, center, cu_seqlens, checkpoints, None, grad_final_scale, ctx.numbers
-    )
-    grad_k = _sum_groups(made[0], k.shape[2])
-    grad_gate, grad_retention, grad_initial = (
-        g if x is not None else None for g, x in zip(made[1:], inputs[1:])
-    )
-    grad_beta, grad_gain = (grad_gate, None) if gain is None else (None, grad_gate)
-    # The center is in the write keys alone.
-    of_phase1 = (grad_retention, grad_initial, None, grad_gain, None)
-    return (None, grad_k, None, grad_beta, None, None, *of_phase1, None, None, None)
+    inputs = (k, beta if gain is None else gain, retention, initial)
+    saved = (*inputs, center, cu_seqlens, checkpoints)
+    made = _precondition_keys_backward(*saved, None, grad_final_scale, ctx.numbers)
+    _, gate, grad_retention, grad_initial = (None if x is None else g for g, x in zip(made, inputs))
+    grad_beta, grad_gain = (gate, None) if gain is None else (None, gate)
+    phase1 = (grad_retention, grad_initial, None, grad_gain, None)  # the center is in the write keys alone
+    return (None, _sum_groups(made[0], k.shape[2]), None, grad_beta, None, None, *phase1, None, None, None)
 
 
 _delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
@@ -483,13 +477,13 @@ def _save_precondition(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 def _precondition_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     watched.refuse_batched("cpu", grads)
     saved = ctx.saved_tensors
-    write_keys, final_scale = grads[:2]
-    final_scale = _symmetric(final_scale, int(ctx.numbers[1]))
-    made = _precondition_keys_backward(*saved, write_keys, final_scale, ctx.numbers)
+    grad_w, grad_final_scale = grads[:2]
+    grad_final_scale = _symmetric(grad_final_scale, int(ctx.numbers[1]))
+    made = _precondition_keys_backward(*saved, grad_w, grad_final_scale, ctx.numbers)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
     result[0] = _sum_groups(made[0], saved[0].shape[2])
-    # The center is in the write keys alone.
-    result[4] = None if result[4] is None or write_keys is None else result[4].sum(0)
+    if result[4] is not None:  # the center is in the write keys alone
+        result[4] = None if grad_w is None else result[4].sum(0)
     return (*result, None, None, None)
 
 

@@ -30,7 +30,7 @@ struct BackwardSpan {
 
     BackwardSpan(const Head<R>& h, Phase1<R>& phase1) : head(h) {
         const int64_t K = h.K, Kp = h.Kp, Vp = round_up(h.V, BLOCK<R>), tile = Tile<R, C>::size(h.Kp);
-        R *own, *rows;
+        R *rows, *own;
         scratch.divide<R>({{&grad_state, K * Vp},
                            {&own, phase1.scratch_size()},
                            {&grad_d, phase1.size()},

@@ -127,7 +127,6 @@ void precondition_back_head(const Head<R>& head) {
                        {&writes, SPAN * Kp},
                        {&records, (SPAN + 1) * kept}});
     phase1.take(own);
-    std::memset(grad_w, 0, Kp * sizeof(R));  // stays so where the loss does not see the write keys
     Feedback<R> feedbacks[SPAN];
     phase1.start_back(grad_d);
     for (int64_t t = (head.length - 1) / SPAN * SPAN; head.length > 0 && t >= 0; t -= SPAN) {
@@ -139,7 +138,10 @@ void precondition_back_head(const Head<R>& head) {
             feedbacks[c] = phase1.step(record, record + kept, record, keys + c * Kp, writes + c * Kp, t + c);
         }
         for (int c = count - 1; c >= 0; c--) {
-            if (call.grad_out) copy_row(grad_w, head.per_key(call.grad_out, t + c), K, int(Kp));
+            if (call.grad_out)
+                copy_row(grad_w, head.per_key(call.grad_out, t + c), K, int(Kp));
+            else
+                std::memset(grad_w, 0, Kp * sizeof(R));
             std::memset(grad_k, 0, Kp * sizeof(R));
             if (call.grad_beta) *head.per_head(call.grad_beta, t + c) = 0;
             phase1.step_back(feedbacks[c], records + c * kept, keys + c * Kp, writes + c * Kp, grad_w, grad_d, grad_k,

@@ -5,6 +5,7 @@ A backend is a module with `precondition_keys` (phase 1, by any rule) and `delta
 queries, keys and values of 16 bits too.
 """
 
+import inspect
 import warnings
 from functools import cache
 from numbers import Real
@@ -483,10 +484,12 @@ def _log_decay(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torc
 
 @cache
 def _warn_of_growth() -> None:
+    stack = inspect.stack(0)
+    depth = next(i for i, frame in enumerate(stack, start=1) if frame.filename != stack[0].filename)
     warnings.warn(
         "log_decay has elements above 0, so the state grows instead of decaying; is a minus sign missing? "
         "Growth beyond exp(88) within 64 tokens overflows float32.",
-        stacklevel=4,
+        stacklevel=depth,
     )
 
 

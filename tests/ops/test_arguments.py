@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from osdn.ops import (
     available_backends,
     delta_rule,
+    newton_delta_rule,
     newton_keys,
+    online_scaled_delta_rule,
     operators,
     precondition_keys,
 )
@@ -221,20 +223,23 @@ def test_numbers_of_numpy_are_numbers():
 
 
 @pytest.mark.parametrize("backend", available_backends())
-def test_a_positive_log_decay_is_warned_of_once(backend, monkeypatch):
+@pytest.mark.parametrize(
+    "operator", [delta_rule, online_scaled_delta_rule, newton_delta_rule], ids=lambda f: f.__name__
+)
+def test_a_positive_log_decay_is_warned_of_once(backend, operator, monkeypatch):
     monkeypatch.setattr(operators, "_warn_of_growth", cache(operators._warn_of_growth.__wrapped__))
     x, beta = torch.randn(1, 5, 2, 4), torch.rand(1, 5, 2)
     log_decay = torch.zeros(1, 5, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        delta_rule(x, x, x, beta, log_decay=log_decay, backend=backend)
+        operator(x, x, x, beta, log_decay=log_decay, backend=backend)
     log_decay[0, 3, 1] = 0.01
     with pytest.warns(UserWarning, match="is a minus sign missing") as caught:
-        delta_rule(x, x, x, beta, log_decay=log_decay, backend=backend)
+        operator(x, x, x, beta, log_decay=log_decay, backend=backend)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        delta_rule(x, x, x, beta, log_decay=log_decay, backend=backend)
+        operator(x, x, x, beta, log_decay=log_decay, backend=backend)
 
 
 @pytest.mark.parametrize("backend", available_backends())

@@ -5,7 +5,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from osdn.ops import available_backends, delta_rule, online_scaled_delta_rule, precondition_keys
+from osdn.ops import (
+    available_backends,
+    delta_rule,
+    newton_delta_rule,
+    newton_keys,
+    online_scaled_delta_rule,
+    pgdn_delta_rule,
+    pgdn_keys,
+    precondition_keys,
+)
 from tests.ops.problems import Config, Problem, gradients, make, relative_error
 
 T, SICK = 70, 45  # in the middle of a chunk
@@ -25,11 +34,19 @@ def run(operator, p: Problem, backend: str, device: str = "cpu") -> list[Tensor]
     return [x.cpu() for x in outputs]
 
 
-def check_causality(backend: str, decay: str, where: str, poison: float, device: str = "cpu") -> None:
-    p = problem(decay)
-    healthy = run(online_scaled_delta_rule, p, backend, device)[0]
+def check_causality(
+    backend: str,
+    decay: str,
+    where: str,
+    poison: float,
+    device: str = "cpu",
+    operator=online_scaled_delta_rule,
+    block: int = 1,
+) -> None:
+    p = problem(decay, block=block)
+    healthy = run(operator, p, backend, device)[0]
     p.tensors[where][:, SICK] = poison
-    o = run(online_scaled_delta_rule, p, backend, device)[0]
+    o = run(operator, p, backend, device)[0]
     assert torch.equal(o[:, :SICK], healthy[:, :SICK])
     assert not o[:, SICK:].isfinite().all(), "it should show from then on"
 
@@ -42,6 +59,26 @@ def test_outputs_before_a_sick_token_are_unchanged(backend, decay, where, poison
     if where == "log_decay" and poison == -torch.inf:
         pytest.skip("is legal: it forgets everything")
     check_causality(backend, decay, where, poison)
+
+
+# Rules of phase 1 beside the paper's: a diagonal covariance, blocks of it, and the Gram diagonal.
+every_other_rule = pytest.mark.parametrize(
+    ("operator", "block"),
+    [(newton_delta_rule, 1), (newton_delta_rule, 3), (newton_delta_rule, 0), (pgdn_delta_rule, 1)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+
+
+@every_backend
+@every_other_rule
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("where", ["q", "k", "v", "beta", "log_decay", "retention", "gain"])
+def test_outputs_by_other_rules_before_a_sick_token_are_unchanged(backend, operator, block, where, poison):
+    if where == "log_decay" and poison == -torch.inf:
+        pytest.skip("is legal: it forgets everything")
+    if where == "gain" and operator is not pgdn_delta_rule:
+        pytest.skip("has no gain")
+    check_causality(backend, "head", where, poison, operator=operator, block=block)
 
 
 def check_place(backend: str, where: str, at: int, device: str = "cpu") -> None:
@@ -71,6 +108,29 @@ def test_write_keys_before_a_sick_token_are_unchanged(backend, where, bounds):
     w, d = run(precondition_keys, p, backend)
     assert torch.equal(w[:, :SICK], healthy[:, :SICK])
     assert d.isnan().any()
+
+
+def check_write_keys(backend: str, operator, block: int, where: str, device: str = "cpu") -> None:
+    p = problem(block=block)
+    healthy = run(operator, p, backend, device)[0]
+    p.tensors[where][:, SICK] = torch.nan
+    w, state = run(operator, p, backend, device)
+    assert torch.equal(w[:, :SICK], healthy[:, :SICK])
+    assert not w[:, SICK:].isfinite().all()
+    assert state.isnan().any()
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("operator", "block", "where"),
+    [
+        *((newton_keys, block, where) for block in (1, 3, 0) for where in ("k", "beta", "retention")),
+        *((pgdn_keys, 1, where) for where in ("k", "gain", "retention")),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_write_keys_by_other_rules_before_a_sick_token_are_unchanged(backend, operator, block, where):
+    check_write_keys(backend, operator, block, where)
 
 
 @every_backend

@@ -1,6 +1,8 @@
 """The kernels get real memory or nothing: whatever stands in for a tensor goes through the dispatcher."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +10,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from osdn.ops import available_backends, cpu, delta_rule, online_scaled_delta_rule, precondition_keys
+from osdn.ops import (
+    available_backends,
+    cpu,
+    delta_rule,
+    newton_delta_rule,
+    online_scaled_delta_rule,
+    pgdn_delta_rule,
+    precondition_keys,
+)
 from osdn.ops.cpu.build import library
-from tests.ops.problems import Config, make
+from tests.ops.problems import BOTH, Config, make
 
 pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="needs a C++ compiler")
 
@@ -106,28 +116,61 @@ def test_a_field_out_of_place_is_noticed_when_the_library_is_loaded(monkeypatch)
                 cpu._check_layout(compiled)
 
 
+def check_operators(settings: dict[str, Any], operator: Callable[..., Any], numbers: cpu.Numbers) -> None:
+    """Schemas, fake implementations, gradients and tracing with dynamic shapes, as PyTorch checks them."""
+    problem = make(Config((70, 70), group=2, K=5, V=3, initial_state=True, **settings))
+    tensors, options = problem.arguments(operator)
+    x = {name: value.requires_grad_() for name, value in tensors.items()}
+    cuts, gate = options.get("cu_seqlens"), x.get("gain", x["beta"])
+    initial = next((t.flatten(2) for name, t in x.items() if name == f"initial_{BOTH[operator]}"), None)
+    of_phase1 = (x.get("retention"), initial if initial is None else initial.detach().requires_grad_())
+    inputs = (
+        *(x["q"], x["k"], x["v"], x["beta"], None, x.get("log_decay"), *of_phase1, x["initial_state"]),
+        *(x.get("gain"), x.get("center"), cuts),
+    )
+    torch.library.opcheck(cpu._delta_rule, (*inputs, list(numbers), True))
+    alone = (x["k"], gate, *of_phase1, x.get("center"), cuts)
+    torch.library.opcheck(cpu._precondition_keys, (*alone, list(numbers), True))
+
+    inputs, alone = (tuple(t if t is None else t.detach() for t in some) for some in (inputs, alone))
+    o, final_state, final_scale, *saved = cpu._delta_rule(*inputs, list(numbers), True)
+    grads = (o.sin(), final_state.sin(), final_scale.sin())
+    torch.library.opcheck(cpu._delta_rule_backward, (*inputs, *saved, *grads, list(numbers)))
+    for grad in (torch.randn(*gate.shape, x["k"].shape[3]), None):
+        torch.library.opcheck(
+            cpu._precondition_keys_backward, (*alone, saved[2], grad, grads[2], list(numbers))
+        )
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kinds", ["none", "head", "channel"])
 def test_the_operators_are_what_pytorch_expects_of_one(packed: bool, kinds: str) -> None:
-    """Schemas, fake implementations, gradients and tracing with dynamic shapes, as PyTorch checks them."""
-    settings = {"decay": kinds, "retention": kinds, "initial_state": True}
-    problem = make(Config((70, 70), packed=packed, group=2, K=5, V=3, **settings))
-    tensors, options = problem.arguments(online_scaled_delta_rule)
-    x = {name: value.requires_grad_() for name, value in tensors.items()}
-    cuts = options.get("cu_seqlens")
-    scaling = (x.get("retention"), x.get("initial_scale"))
-    numbers = [0.1, 0.5, 2.0, 1e-6, 1.0, 0.4, 1.0]
-    inputs = (x["q"], x["k"], x["v"], x["beta"], None, x.get("log_decay"), *scaling, x["initial_state"], cuts)
-    torch.library.opcheck(cpu._delta_rule, (*inputs, numbers, True, True))
-    torch.library.opcheck(cpu._precondition_keys, (x["k"], x["beta"], *scaling, cuts, numbers, True))
+    settings = {"packed": packed, "decay": kinds, "retention": kinds}
+    numbers = cpu.Numbers(rule=1, beta_aware=1, eta=0.1, low=0.5, high=2.0, eps=1e-6, scale=0.4)
+    check_operators(settings, online_scaled_delta_rule, numbers)
 
-    inputs = tuple(t if t is None else t.detach() for t in inputs)
-    o, final_state, final_scale, *saved = cpu._delta_rule(*inputs, numbers, True, True)
-    grads = (o.sin(), final_state.sin(), final_scale.sin())
-    torch.library.opcheck(cpu._delta_rule_backward, (*inputs, *saved, *grads, numbers, True))
-    k, beta = inputs[1], inputs[3]
-    scaling, write_keys = inputs[6:8], torch.randn(*beta.shape, k.shape[3])
-    for grad in (write_keys, None):
-        torch.library.opcheck(
-            cpu._precondition_keys_backward, (k, beta, *scaling, cuts, saved[2], grad, grads[2], numbers)
-        )
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("operator", "numbers"),
+    [
+        (newton_delta_rule, cpu.Numbers(rule=2)),
+        (newton_delta_rule, cpu.Numbers(rule=2, block=5)),
+        (pgdn_delta_rule, cpu.Numbers(rule=3, eps=1e-6, log_squash=0.4)),
+    ],
+    ids=["newton-1", "newton-5", "pgdn"],
+)
+def test_so_are_those_of_other_rules(
+    packed: bool, operator: Callable[..., Any], numbers: cpu.Numbers
+) -> None:
+    settings = {"packed": packed, "retention": "channel", "initial_scale": "each"}
+    check_operators({**settings, "block": int(numbers.block)}, operator, numbers)
+
+
+def test_a_loss_on_nothing_of_the_plain_delta_rule_has_no_gradients() -> None:
+    """It carries no state of phase 1: there is nothing to differentiate."""
+    q, k, v, beta = (x.requires_grad_() for x in inputs())
+    nothing = (None,) * 8
+    *_, empty, _, _, _ = cpu._delta_rule(q, k, v, beta, *nothing, list(cpu.Numbers()), True)
+    assert empty.numel() == 0
+    assert torch.autograd.grad(empty.sum(), (q, k, v, beta), allow_unused=True) == (None,) * 4

@@ -146,15 +146,17 @@ def test_one_output_alone_can_be_differentiated(backend, operator, block, used):
 
 
 @every_backend
+@every_rule
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_state_that_overflows_does_not_reach_the_gradients_of_the_scale(backend, packed):
-    """Phase 1 knows nothing of the state, so neither does a loss on the final scale."""
-    p = make(Config((70, 70), packed=packed, group=2, K=9, V=7, retention="channel", initial_scale="each"))
-    t, options = p.arguments(online_scaled_delta_rule)
+def test_a_state_that_overflows_does_not_reach_the_gradients_of_the_scale(backend, operator, block, packed):
+    """Phase 1 knows nothing of the state, so neither does a loss on the final scale, whatever the rule."""
+    sizes = {"group": 2, "K": 9, "V": 7, "block": block}
+    p = make(Config((70, 70), packed=packed, retention="channel", initial_scale="each", **sizes))
+    t, options = p.arguments(operator)
     found = []
     for size in (1.0, 1e38):  # of the values, whose sums overflow
         leaves = fresh(t | {"v": t["v"] * size})
-        o, _, scale = online_scaled_delta_rule(**leaves, **options, backend=backend)
+        o, _, scale = operator(**leaves, **options, backend=backend)
         found.append(gradients(weighted_sum([scale]), leaves))
     assert not o.isfinite().all()
     for name, want in found[0].items():
@@ -162,13 +164,29 @@ def test_a_state_that_overflows_does_not_reach_the_gradients_of_the_scale(backen
 
 
 @every_backend
+def test_write_keys_that_overflow_do_not_reach_the_gradients_of_the_gram_diagonal(backend):
+    """They are made of its logarithm, of which its own step knows nothing."""
+    t, options = problem().arguments(pgdn_delta_rule)
+    found = []
+    for first in (1.0, torch.inf):
+        leaves = fresh(t | {"initial_gram": torch.full_like(t["initial_gram"], first)})
+        o, _, gram = pgdn_delta_rule(**leaves, **options, backend=backend)
+        grads = gradients(gram.sum(), leaves)
+        found.append({name: grads[name] for name in ("grad_k", "grad_gain", "grad_center", "grad_v")})
+    assert not o.isfinite().all()
+    for name, want in found[0].items():
+        assert torch.equal(found[1][name], want), name
+
+
+@every_backend
+@every_rule
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
-def test_queries_do_not_reach_the_gradients_of_the_state(backend, poison):
-    t, options = problem().arguments(online_scaled_delta_rule)
+def test_queries_do_not_reach_the_gradients_of_the_state(backend, operator, block, poison):
+    t, options = problem(block=block).arguments(operator)
     found = []
     for value in (0.0, poison):
         leaves = fresh(t | {"q": torch.full_like(t["q"], value)})
-        _, state, scale = online_scaled_delta_rule(**leaves, **options, backend=backend)
+        _, state, scale = operator(**leaves, **options, backend=backend)
         found.append(gradients(weighted_sum([state, scale]), leaves))
     for name, want in found[0].items():
         assert torch.equal(found[1][name], want), name

@@ -284,21 +284,19 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
 
 
 def _scale_backward(ctx: Any, grad_final_scale: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The backward of a loss that sees the final scale alone: phase 1's."""
-    if grad_final_scale is None:  # it sees nothing, or there is no phase 1
+    """The backward of a loss that sees phase 1's final state alone."""
+    if grad_final_scale is None or not ctx.numbers[0]:  # it sees nothing, or there is no phase 1
         return (None,) * 14
     _, k, _, beta, _, _, retention, initial, _, gain, center, cu_seqlens, _, _, checkpoints = (
         ctx.saved_tensors
     )
-    inputs = (k, beta if gain is None else gain, retention, initial, center)
-    made = _precondition_keys_backward(*inputs, cu_seqlens, checkpoints, None, grad_final_scale, ctx.numbers)
-    grads = [g if x is not None else None for g, x in zip(made, inputs)]
-    grad_k, (_, gate, grad_retention, grad_initial, grad_center) = _sum_groups(made[0], k.shape[2]), grads
+    inputs = (k, beta if gain is None else gain, retention, initial)
+    saved = (*inputs, center, cu_seqlens, checkpoints)
+    made = _precondition_keys_backward(*saved, None, grad_final_scale, ctx.numbers)
+    _, gate, grad_retention, grad_initial = (None if x is None else g for g, x in zip(made, inputs))
     grad_beta, grad_gain = (gate, None) if gain is None else (None, gate)
-    if grad_center is not None:
-        grad_center = grad_center.sum(0)
-    phase1 = (grad_retention, grad_initial, None, grad_gain, grad_center)
-    return (None, grad_k, None, grad_beta, None, None, *phase1, None, None, None)
+    phase1 = (grad_retention, grad_initial, None, grad_gain, None)  # the center is in the write keys alone
+    return (None, _sum_groups(made[0], k.shape[2]), None, grad_beta, None, None, *phase1, None, None, None)
 
 
 _delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
@@ -484,8 +482,8 @@ def _precondition_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor
     made = _precondition_keys_backward(*saved, grad_w, grad_final_scale, ctx.numbers)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
     result[0] = _sum_groups(made[0], saved[0].shape[2])
-    if result[4] is not None:
-        result[4] = result[4].sum(0)
+    if result[4] is not None:  # the center is in the write keys alone
+        result[4] = None if grad_w is None else result[4].sum(0)
     return (*result, None, None, None)
 
 

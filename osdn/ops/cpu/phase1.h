@@ -25,7 +25,7 @@ public:
           rows(h.call.rule == NONE ? 0 : h.call.rule == NEWTON ? int(h.call.block) : 1),
           kept(h.call.rule == SQUASH ? 3 : rows) {}
 
-    // Memory of its own, of the scratch that its owner reserves.
+    // Memory of its own, of the scratch that its owner divides.
     int64_t scratch_size() const { return call.rule == NEWTON ? Covariance<R>::ROWS_OF_SCRATCH * Kp : 0; }
     void take(R* memory) {
         if (call.rule == NEWTON) newton.take(memory);

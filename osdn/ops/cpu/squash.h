@@ -31,9 +31,9 @@ public:
             const Vec<R> M = exponential<R>(strength * often * inverse);
             store(next + i, after);
             store(w + i, M * k_i);
-            if (kept) {
-                store(kept + i, M);
-                store(kept + Kp + i, strength * M * inverse * inverse / sum);
+            if (kept) {  // nothing where the loss does not see the write keys
+                store(kept + i, call.grad_out ? M : Vec<R>{});
+                store(kept + Kp + i, call.grad_out ? strength * M * inverse * inverse / sum : Vec<R>{});
             }
         }
     }

@@ -242,10 +242,12 @@ def _differentiate_precondition(
     watched.refuse_batched("triton", (grad_w, grad_d))
     saved = ctx.saved_tensors
     k, beta = saved[:2]
-    if grad_w is None:
+    unread = grad_w is None
+    if unread:
         grad_w = k.new_zeros(*beta.shape, k.shape[3])
-    grads = _precondition_backward(*saved, grad_w, grad_d, ctx.numbers, ctx.beta_aware)
-    return (*(None if x is None else g for x, g in zip(saved, grads)), None, None, None)
+    made = _precondition_backward(*saved, grad_w, grad_d, ctx.numbers, ctx.beta_aware)
+    *grads, center = (None if x is None else g for x, g in zip(saved, made))
+    return (*grads, None if unread else center, None, None, None)  # the center is in the write keys alone
 
 
 _precondition.register_autograd(_differentiate_precondition, setup_context=_save_precondition)

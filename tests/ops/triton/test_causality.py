@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from osdn.ops import delta_rule, precondition_keys
+from osdn.ops import delta_rule, newton_delta_rule, newton_keys, pgdn_delta_rule, pgdn_keys, precondition_keys
 from osdn.ops.triton import phase1
 from tests.ops import test_causality as shared
 from tests.ops.problems import gradients, relative_error
@@ -28,6 +28,32 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encount
 )
 def test_outputs_before_a_sick_token_are_unchanged(where, poison, decay):
     shared.check_causality("triton", decay, where, poison, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("operator", "block", "where", "poison"),
+    [
+        (newton_delta_rule, 1, "k", torch.nan),
+        (newton_delta_rule, 1, "beta", torch.inf),
+        (newton_delta_rule, 1, "retention", torch.nan),
+        (newton_delta_rule, 3, "k", torch.nan),
+        (pgdn_delta_rule, 1, "k", torch.inf),
+        (pgdn_delta_rule, 1, "gain", torch.nan),
+        (pgdn_delta_rule, 1, "gain", torch.inf),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_outputs_by_other_rules_before_a_sick_token_are_unchanged(operator, block, where, poison):
+    shared.check_causality("triton", "head", where, poison, DEVICE, operator, block)
+
+
+@pytest.mark.parametrize(
+    ("operator", "where"),
+    [(newton_keys, "k"), (newton_keys, "beta"), (pgdn_keys, "k"), (pgdn_keys, "gain")],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_write_keys_by_other_rules_before_a_sick_token_are_unchanged(operator, where):
+    shared.check_write_keys("triton", operator, 1, where, DEVICE)
 
 
 @pytest.mark.parametrize(("where", "at"), [("k", 32), ("v", 33), ("beta", 63), ("write_keys", 69)])

@@ -50,8 +50,14 @@ def identify(
         path,
         weights_digest(path, config),
         block(config),
-        getattr(config, "preconditioner", None) is None,
+        is_plain(config),
     )
+
+
+def is_plain(config: PreTrainedConfig) -> bool:
+    """Whether nothing was done to the delta rule's writes."""
+    changes = {"preconditioner": None, "beta_bias": None, "write_scale": 1.0}
+    return all(getattr(config, name, usual) == usual for name, usual in changes.items())
 
 
 def preset_of(config: OSDNConfig) -> str | None:

@@ -1,5 +1,7 @@
 """What models are called in every table, figure and page: as the paper spells them, with their size."""
 
+import re
+
 TITLES: dict[str, str] = {
     "delta_net": "DeltaNet",
     "osdn": "OSDN",
@@ -26,13 +28,13 @@ SIZES = {"340m": "340M", "1.3b": "1.3B", "tiny": "tiny"}
 def variant_of(name: str) -> str | None:
     """The variant that a model's name begins with, sizes and sweeps left out.
 
-    >>> [variant_of(name) for name in ("osdn-apf-340m", "osdn+d0 eta=0.1", "OSDN tiny", "mine")]
-    ['osdn-apf', 'osdn', 'osdn', None]
+    >>> [variant_of(name) for name in ("osdn-apf-340m", "osdn+d0 eta=0.1", "OSDN tiny", "gdn, cpu", "mine")]
+    ['osdn-apf', 'osdn', 'osdn', 'gdn', None]
     """
     for variant, spelled in TITLES.items():
         if name == spelled or any(name.startswith(f"{spelled} {size}") for size in SIZES.values()):
             return variant
-    base = name.partition(" ")[0].partition("+")[0]
+    base = re.split("[ ,+]", name, maxsplit=1)[0]
     if base in TITLES:
         return base
     variant, _, size = base.rpartition("-")

@@ -26,7 +26,7 @@ def experiment_table(rows: Sequence[dict[str, Any]], name: str) -> Table:
         for row in (row for row in rows if row["metric"] == metric):
             value, difference = estimate_of(row["value"]), difference_of(row["difference"])
             cells = [_cell(value), Cell("") if difference is None else _cell(difference)]
-            if difference is None or math.isnan(difference.p_value):
+            if difference is None or difference.seeds == 1 or math.isnan(difference.p_value):
                 cells.append(Cell(""))
             else:
                 cells.append(Cell(f"{difference.p_value:.2g}", best=difference.seen))

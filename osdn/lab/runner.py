@@ -50,7 +50,7 @@ def progress_bar(console: Console) -> Progress:
 
 def cost(run: Run) -> int:
     """What a run adds to the bar."""
-    return run.steps * run.batch * run.task.length
+    return run.updates * run.batch * run.task.length
 
 
 def run_all(
@@ -105,14 +105,15 @@ _worker: dict[str, Any] = {}
 
 
 def _work(run: Run, folder: Path) -> None:
-    label, reported = f"{run.variant.label}, seed {run.seed}", 0
+    label, step, reported = f"{run.variant.label}, seed {run.seed}", 0, 0
 
-    def on_step(step: int, loss: float, accuracy: float) -> None:
-        nonlocal reported
+    def on_step(loss: float, accuracy: float) -> None:
+        nonlocal step, reported
         if _worker["stop"].value:
             raise SystemExit
-        if step % REPORT_EVERY == 0 or step == run.steps:
-            share = cost(run) * (step - reported) / run.steps
+        step += 1
+        if step % REPORT_EVERY == 0 or step == run.updates:
+            share = cost(run) * (step - reported) / run.updates
             reported = step
             _worker["messages"].put((label, share, f"loss {loss:.2f}, accuracy {accuracy:.2f}"))
 

@@ -82,6 +82,22 @@ class Recurrence(nn.Module):
         return OPERATORS[rule][1](q, k, v, beta, **preconditioner, **shared)
 
 
+class WriteGate(nn.Linear):
+    """The write strengths before their sigmoid; with `start`, a learned bias begins there."""
+
+    def __init__(self, hidden_size: int, num_heads: int, start: float | None) -> None:
+        self.start = None if start is None else checks.number("beta_bias", start)
+        super().__init__(hidden_size, num_heads, bias=start is not None)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.reset_bias()
+
+    def reset_bias(self) -> None:
+        if self.start is not None:
+            nn.init.constant_(self.bias, self.start)
+
+
 class TokenMixer(nn.Module):
     """What the mixers share.
 
@@ -120,7 +136,6 @@ class TokenMixer(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.beta_bias = None if beta_bias is None else checks.number("beta_bias", beta_bias)
         self.write_scale = checks.number("write_scale", write_scale, 0)
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         for name in ("hidden_size", "num_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_size"):
@@ -133,8 +148,7 @@ class TokenMixer(nn.Module):
         self.q_proj = nn.Linear(hidden_size, key_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, key_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, value_dim, bias=False)
-        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=beta_bias is not None)
-        self.reset_write_gate()
+        self.b_proj = WriteGate(hidden_size, self.num_v_heads, beta_bias)
         self.q_conv1d = ShortConvolution(key_dim, conv_size)
         self.k_conv1d = ShortConvolution(key_dim, conv_size)
         self.v_conv1d = ShortConvolution(value_dim, conv_size)
@@ -152,11 +166,6 @@ class TokenMixer(nn.Module):
         if isinstance(settings, PGDNConfig):
             return PGDNPreconditioner(settings, *sizes, self.num_heads, self.rates)
         return Preconditioner(settings, *sizes, self.has_decay)
-
-    def reset_write_gate(self) -> None:
-        """The write gate's bias, if it has one, to where it starts."""
-        if self.beta_bias is not None:
-            nn.init.constant_(self.b_proj.bias, self.beta_bias)
 
     def forward(
         self,

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
-from osdn.layers.mixers import DecayingMixer, TokenMixer
+from osdn.layers.mixers import DecayingMixer, WriteGate
 from osdn.layers.precision import RMSNorm, widen
 from osdn.layers.preconditioner import PGDNPreconditioner, Preconditioner, Retention
 from osdn.models.cache import check_cache
@@ -83,8 +83,8 @@ class OSDNPreTrainedModel(PreTrainedModel):
             A_log, dt_bias = module.initial_decay()
             init.copy_(module.A_log, A_log)
             init.copy_(module.dt_bias, dt_bias)
-        if isinstance(module, TokenMixer):
-            module.reset_write_gate()
+        if isinstance(module, WriteGate):
+            module.reset_bias()
         elif isinstance(module, (Preconditioner, Retention)):
             module.reset_parameters()
 

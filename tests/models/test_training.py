@@ -280,3 +280,16 @@ def test_first_values_are_those_of_the_layers():
         assert 0.000999 < F.softplus(layer.attn.dt_bias).min() < F.softplus(layer.attn.dt_bias).max() < 0.1001
         assert torch.equal(layer.attn.o_norm.weight, torch.ones(32))
         assert torch.equal(layer.attn.g_proj[1].bias, torch.zeros(64))
+
+
+def test_the_write_gate_starts_where_it_is_told():
+    shape = {"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 1, "vocab_size": 50}
+    plain = OSDNForCausalLM(OSDNConfig(**shape)).model.layers[0].attn
+    biased = OSDNForCausalLM(OSDNConfig(beta_bias=-2, **shape)).model.layers[0].attn
+    assert plain.b_proj.bias is None
+    assert torch.equal(biased.b_proj.bias, torch.full((2,), -2.0))
+    pgdn = OSDNForCausalLM(OSDNConfig(preconditioner={"rule": "pgdn", "center": 0.5}, **shape))
+    own = pgdn.model.layers[0].attn.preconditioner
+    assert torch.equal(own.center, torch.full((2,), 0.5))
+    assert own.A_log.exp().max() <= 16
+    assert ((own.dt_bias.exp() + 1).log() <= 0.101).all()  # the first time steps

@@ -182,6 +182,48 @@ def _figures(results: dict[str, Any], task: Any) -> dict[str, Any]:
     return figures
 
 
+@app.command(cls=ManyValues)
+def referee(
+    contestants: Annotated[
+        list[str], typer.Option(help="Names as of --variants; default: every rule on three backbones.")
+    ] = [],  # noqa: B006
+    tasks: Annotated[list[str], typer.Option(help="Some of the tasks; default: all.")] = [],  # noqa: B006
+    seeds: Annotated[int, typer.Option(min=2, help="How many seeds are judged.")] = 6,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer tasks, contestants and steps.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be run, and how long it takes.")
+    ] = False,
+    jobs: Jobs = None,
+    output: Output = Path("runs/referee"),
+) -> None:
+    """Compare preconditioners with plain delta rules that are tuned in the same way."""
+    from osdn.lab import referee as lab
+    from osdn.lab.runner import progress_bar
+    from osdn.results.referee_page import difference_table, verdicts, write_referee
+    from osdn.results.store import save_json
+
+    with plain_errors():
+        made(output)
+        protocol = lab.Protocol(lab.TRIALS, tuple(contestants) or lab.CONTESTANTS, seeds=seeds)
+        protocol = lab.with_tasks(protocol, tasks)
+        if quick:
+            protocol = lab.quick(protocol, contestants)
+        with console.status("timing a few steps of every task"):
+            protocol = lab.prepared(protocol, output)
+            plan = lab.plan_table(protocol, output, jobs)
+        show(plan)
+        if dry_run:
+            return
+        with progress_bar(console) as progress:
+            content = lab.run_referee(protocol, output, progress, jobs)
+        save_json(output / "referee.json", content)
+        show(difference_table(content, 1.0))
+        for words in verdicts(content):
+            console.print(words, soft_wrap=True, markup=False, highlight=False)
+        page = write_referee(output / "referee.html", content, f"osdn lab referee{' --quick' * quick}")
+    console.print(f"the page is {page.resolve()}", soft_wrap=True)
+
+
 def demo(
     output: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("runs/demo"),
 ) -> None:

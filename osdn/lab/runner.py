@@ -36,6 +36,11 @@ def file_of(run: Run, folder: Path) -> Path:
     return folder / f"{name}-seed{run.seed}-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.json"
 
 
+def read_result(run: Run, folder: Path) -> dict[str, Any]:
+    """What a finished run has found."""
+    return dict(json.loads(file_of(run, folder).read_text()))
+
+
 def progress_bar(console: Console) -> Progress:
     """One bar that knows its end; its unit is tokens seen, of which every experiment takes its share."""
     return Progress(
@@ -66,7 +71,7 @@ def run_all(
     if missing:
         available_backends()  # compile the kernels once, here, rather than in every worker
         _run_in_processes(missing, folder, progress, bar, min(jobs or os.cpu_count() or 1, len(missing)))
-    return [json.loads(file_of(run, folder).read_text()) for run in runs]
+    return [read_result(run, folder) for run in runs]
 
 
 def _run_in_processes(runs: Sequence[Run], folder: Path, progress: Progress, bar: Any, jobs: int) -> None:

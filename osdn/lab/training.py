@@ -132,14 +132,21 @@ def train_in_budgets(run: Run, on_step: OnStep | None = None) -> Iterator[Learne
 
 
 def execute(run: Run, on_step: OnStep | None = None) -> dict[str, Any]:
-    """Train and evaluate; with budgets, what is found at each of them is in `budgets`."""
+    """Train and evaluate.
+
+    With budgets the numbers of each are in `budgets`, and only the writes of the last beside them: files of
+    many runs must stay small.
+    """
     if not run.budgets:
         model, curve = train(run, on_step)
         return {"settings": run.settings(), "curve": curve, **run.task.evaluate(model, run.seed)}
     found = []
     for learner in train_in_budgets(run, on_step):
-        found.append({"steps": learner.step, **run.task.evaluate(learner.model, run.seed)})
-    return {"settings": run.settings(), "curve": learner.curve, **found[-1], "budgets": found}
+        measured = run.task.evaluate(learner.model, run.seed)
+        numbers = {name: round(x, 6) for name, x in measured.items() if isinstance(x, float)}
+        found.append({"steps": learner.step, **numbers})
+    writes = {"writes": measured["writes"]} if "writes" in measured else {}
+    return {"settings": run.settings(), **found[-1], "budgets": found, **writes}
 
 
 def build(run: Run) -> Any:

@@ -1,5 +1,6 @@
 """Matched starts, repeatable numbers, and the diagnosis against the recurrence itself."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -147,12 +148,12 @@ def test_the_rate_rises_stays_and_falls_to_zero_at_every_budget(monkeypatch):
     assert len(seen) == run.updates == 92
 
 
-def test_results_with_budgets_are_those_of_the_last(monkeypatch):
+def test_results_with_budgets_are_those_of_the_last():
     run = Run(TASK, Variant("delta_net"), 0, width=16, steps=8, batch=2, budgets=BUDGETS)
     found = execute(run)
     assert [x["steps"] for x in found["budgets"]] == [2, 4, 8]
     assert found["accuracy"] == found["budgets"][-1]["accuracy"]
-    assert found["curve"][-1]["step"] == 8
+    assert len(json.dumps(found)) < 3000  # many of these are kept
 
 
 def test_sweeps_leave_the_plain_models_alone():

@@ -6,7 +6,7 @@ PY     := .venv/bin/python
 # Some virtual machines advertise AMX and trap on it; oneDNN must not use what is not there.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: help setup test test-slow sanitize lint wheel bench demo clean
+.PHONY: help setup test test-slow sanitize attack lint wheel bench demo clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/: .*## /\t/' | expand -t 14
@@ -26,13 +26,22 @@ test: setup      ## the fast tests
 test-slow: setup ## every test, the long ones too
 	$(PY) -m pytest -m "slow or not slow"
 
-# The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a cache of their own.
+# The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with this CPU's vectors and with the shortest,
+# in a cache of their own; then their threads under ThreadSanitizer.
 sanitize: setup  ## random configurations with the C++ kernels instrumented
+	for cpu in native x86-64; do \
 	XDG_CACHE_HOME=$(CURDIR)/.venv/sanitized \
-	OSDN_CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
+	OSDN_CXXFLAGS="-O1 -g -march=$$cpu -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 \
-	$(PY) -m pytest -p no:cacheprovider tests/ops/test_agreement.py tests/ops/test_sequences.py tests/ops/test_isolation.py -k cpu
+	$(PY) -m pytest -p no:cacheprovider tests/ops/test_agreement.py tests/ops/test_sequences.py tests/ops/test_isolation.py \
+	    -k "not chunkwise and not reference]" || exit 1; done
+	$(PY) -m pytest -p no:cacheprovider -m slow tests/ops/test_cpu_races.py
+
+# A failure prints a seed: `python -m tests.attack --replay KIND SEED` repeats it.
+MINUTES ?= 5
+attack: setup    ## kills, damage, hostile files and random operators for MINUTES=5
+	$(PY) -W ignore -m tests.attack --minutes $(MINUTES)
 
 lint: setup      ## ruff and mypy
 	$(PY) -m ruff check .
@@ -43,7 +52,7 @@ wheel: setup     ## build the wheel into dist/
 	$(PY) -m build --wheel
 
 bench: setup     ## time the operators against their peers
-	$(PY) benchmarks/ops.py
+	$(PY) -m osdn bench ops
 
 demo: setup      ## train small models in minutes, and a page on what online scaling did
 	$(PY) -m osdn demo

@@ -1,6 +1,7 @@
 """What the commands share in a terminal."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +24,15 @@ Name = Annotated[
 ]
 
 
+# Control characters but newline and tab, marks that reverse the direction of text, and halves of characters.
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
 def printable(text: str) -> str:
-    """`text` without control characters: a name from a file must not steer the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+    """`text` with its control characters spelled out: a name must not move the cursor or change colours."""
+    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ def throughput(
         list[str] | None,
         typer.Argument(help="Presets, checkpoints, or a size for all of its presets: 340m, tiny, 1.3b."),
     ] = None,
+    prefill: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 2048,
+    decode: Annotated[int, typer.Option(min=1, help="Tokens generated after it.")] = 128,
     device: Device = "cpu",
     output: Output = Path("runs/bench"),
 ) -> None:
@@ -40,7 +42,7 @@ def throughput(
             def advance(name: str) -> None:
                 progress.update(bar, advance=1, description=name)
 
-            result = run(names, device=device, progress=advance)
+            result = run(names, device=device, prefill=prefill, decode=decode, progress=advance)
         show(throughput_table(result))
         console.print(str(save_json(output / "throughput.json", result)), soft_wrap=True)
 

@@ -228,7 +228,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("runs/demo"),
 ) -> None:
     """Train small models in minutes and write a page on what online scaling did."""
-    from osdn.lab.demo import run_demo
+    from osdn.demo import run_demo
 
     with plain_errors():
         path = run_demo(made(output), console)

@@ -38,8 +38,9 @@ def load_data(path: str, name: str | None = None, data_dir: str | Path | None = 
         kind = FORMATS[Path(next(iter(files.values()))[0]).suffix]
         try:
             return load_dataset(kind, data_files=files)
-        except DatasetGenerationError as error:
-            raise ValueError(f"{path} in {data_dir} cannot be read: {error.__cause__ or error}") from error
+        except (DatasetGenerationError, StopIteration, ValueError) as error:
+            reason = str(error.__cause__ or error) or "it has no documents"
+            raise ValueError(f"{path} in {data_dir} cannot be read: {reason}") from error
     with bars(True), no_waiting():
         try:
             return load_dataset(path, name)

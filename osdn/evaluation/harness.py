@@ -13,6 +13,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +38,7 @@ from osdn.results.scores import COMPARED, Score
 
 OWN_TASKS = Path(__file__).parent / "tasks"
 RESAMPLES = 1000  # for the standard error of LAMBADA's perplexity, which lm_eval bootstraps
+WRONG_DATA = (KeyError, IndexError, TypeError, AttributeError, UndefinedError)  # what tasks raise at it
 SEED = 0  # of the bootstrap; answers are greedy
 GENERATED_TOKENS = 16_384  # of prompts that are read at once, to be continued
 MOST_PROMPTS = 32
@@ -189,11 +191,22 @@ def load_task(name: str, tokenizer: Any, window: int = WINDOW, data_dir: str | P
     try:
         with _quiet(), mirrored(data_dir):
             task = manager.load([name])["tasks"][name]
-    except (KeyError, UndefinedError) as error:  # lm_eval tries a task on its first document
-        raise ValueError(f"the data of {name} are not in its format: {error} is missing") from error
+            _leave_out_unanswered(task)
+    except WRONG_DATA as error:  # lm_eval prepares all documents, and tries a task on the first
+        raise ValueError(f"{name}: the data is not in the format of the task ({error!r})") from error
     if name == "squad_completion":  # as of 0.4.13 its own 48 tokens and newline lose to lm_eval's defaults
         task.set_config("generation_kwargs", {"until": ["\n"], "max_gen_toks": 48, "do_sample": False})
     return task
+
+
+def _leave_out_unanswered(task: Any) -> None:
+    """Recall looks for the answer in a text, and an empty one is in every text."""
+    task.unanswered = 0
+    if "value" in task.features:
+        data = task.dataset["validation"]
+        answered = [i for i, value in enumerate(data["value"]) if value.strip()]
+        task.unanswered = len(data) - len(answered)
+        task.dataset["validation"] = data.select(answered)
 
 
 def run_task(
@@ -201,6 +214,7 @@ def run_task(
 ) -> dict[str, Any]:
     """The scores of a task by column, and what else a result file should say of it."""
     _check_room(lm, task.name, loaded)
+    _check_documents(task.name, loaded, limit)
     random.seed(SEED)
     lm.cut_prompts = lm.cut_tokens = 0
     with _quiet(), _reporting(report):
@@ -217,6 +231,8 @@ def run_task(
             column: [sample[metric.partition(",")[0]] for sample in samples]
             for column, metric in compared.items()
         }
+    if loaded.unanswered:
+        details["unanswered"] = loaded.unanswered
     details["metrics"] = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
     if "cut" in loaded.features:
         details["cut"] = sum(sample["doc"]["cut"] for sample in samples)
@@ -229,6 +245,37 @@ def prompt_texts(loaded: Any, limit: int | None = None) -> list[str]:
     with _quiet(), _reporting(lambda done, total: None):
         loaded.build_all_requests(limit=limit, rank=0, world_size=1)
     return [instance.args[0] for instance in loaded.instances if instance.idx == 0]
+
+
+def _check_documents(name: str, loaded: Any, limit: int | None) -> None:
+    """Refuse documents with something else where a task wants text.
+
+    A template makes "None" of a missing text without a word.  Whether a task reads what is missing is found
+    out by putting something else there.
+    """
+    documents = loaded.eval_docs
+    for i, document in enumerate(islice(documents, limit)):
+        missing = {field: "?" for field, value in document.items() if value is None}
+        try:
+            asked = _asked(loaded, document)
+            if missing and _asked(loaded, document | missing) != asked:
+                raise TypeError(f"{' or '.join(missing)} is missing")
+        except (*WRONG_DATA, ValueError) as error:
+            raise ValueError(
+                f"{name}: document {i} of {len(documents)} is not in the format of the task ({error}); "
+                f"mend or remove it"
+            ) from error
+
+
+def _asked(loaded: Any, document: dict[str, Any]) -> tuple[Any, ...]:
+    """What a task makes of a document: its prompt, its answer, the choices or the score of saying nothing."""
+    text, target = loaded.doc_to_text(document), loaded.doc_to_target(document)
+    if loaded.OUTPUT_TYPE == "generate_until":
+        return text, target, loaded.process_results(document, [""])
+    choices = loaded.doc_to_choice(document) if loaded.OUTPUT_TYPE == "multiple_choice" else []
+    if wrong := [choice for choice in choices if not isinstance(choice, str)]:
+        raise TypeError(f"a choice is {wrong[0]!r:.60}")
+    return text, target, choices
 
 
 def _check_room(lm: TokenBatchedLM, name: str, loaded: Any) -> None:

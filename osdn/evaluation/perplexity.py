@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from osdn.models import OSDNForCausalLM
 from osdn.results.paper import BUCKETS
 from osdn.results.scores import Score
-from osdn.training.data import tokenize
+from osdn.training.data import checked, tokenize
 
 IGNORED_LABEL = -100
 CONTEXT = 4096  # tokens of a document that are read in one piece, as in training
@@ -138,7 +138,7 @@ def stream(model: PreTrainedModel, ids: Tensor, segment: int = SEGMENT) -> Itera
 def blocks(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[Tensor]:
     """Each text's whole blocks of `length` tokens, [n, length]; what is left at its end is not read."""
     for text in texts:
-        ids = torch.tensor(tokenizer(text, verbose=False).input_ids)
+        ids = torch.tensor(tokenizer(checked(text), verbose=False).input_ids)
         yield ids[: len(ids) // length * length].reshape(-1, length)
 
 

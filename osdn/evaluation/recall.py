@@ -18,8 +18,12 @@ SUMMARY = "Summary of information above..."  # begins the tail that SWDE appends
 
 
 def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Whether the answer occurs in the continuation, in any case: `lm_eval`'s process_results."""
-    return {"contains": float(doc["value"].lower() in results[0].lower())}
+    """Whether the answer occurs in the continuation, in any case: `lm_eval`'s process_results.
+
+    An empty answer, which is in every text, is never found.
+    """
+    answer = doc["value"].lower()
+    return {"contains": float(answer != "" and answer in results[0].lower())}
 
 
 def cut(text: str, answer: str, tokenizer: Any, length: int) -> str:
@@ -101,7 +105,14 @@ def _twice(
         raise ValueError(f"the window is {window} tokens; it must be more than {ROOM}, which are kept free")
     data = load_split(path, "default", "validation", data_dir)
     arguments = {"tokenizer": place, "length": window - ROOM}
-    rows = [prompt(row, **arguments) for row in data]
+    rows = []
+    for i, row in enumerate(data):
+        try:
+            rows.append(prompt(row, **arguments))
+        except (AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{path}: document {i} has something else for text ({error}); mend it"
+            ) from error
     return {"validation": type(data).from_list(rows)}
 
 

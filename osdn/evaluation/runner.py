@@ -29,7 +29,7 @@ from osdn.models.checkpoints import load_model, load_tokenizer
 from osdn.models.identity import identify
 from osdn.results.scores import Score, derive
 from osdn.results.store import digest, now, save_json
-from osdn.training.data import load_source
+from osdn.training.data import checked, load_source
 
 FINEWEB_DOCUMENTS = 10_000  # the last of sample-10BT, as the paper's train[-10000:]
 MOST_TOKENS = 4096  # scored at once on a CPU: more is no faster, and its logits take half a gigabyte
@@ -143,7 +143,7 @@ class Evaluation:
         return rows.select(range(min(limit or len(rows), len(rows))))
 
     def _has_block(self, text: str) -> bool:
-        return len(self.tokenizer(text, verbose=False).input_ids) >= BLOCK
+        return len(self.tokenizer(checked(text), verbose=False).input_ids) >= BLOCK
 
     def _data(self, task: Task, rows: Dataset) -> dict[str, Any]:
         """What a result says of its data."""
@@ -247,19 +247,21 @@ class Evaluation:
         for path in sorted(self.folder.glob("*.json")):
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
+                if not isinstance(content, dict) or content.get("kind") != "evaluation":
+                    continue
+                checkpoint, entries = content["checkpoint"], content["tasks"]
+                for entry in entries.values():
+                    _check_entry(entry)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
-                    f"{path} cannot be read ({error}); remove it or choose another folder"
-                ) from None
-            if not isinstance(content, dict) or content.get("kind") != "evaluation":
-                continue
+                    f"{path} cannot be read ({error!r}); remove it or choose another folder"
+                ) from error
             if self._is_ours(content):
-                tasks |= content["tasks"]
+                tasks |= entries
             elif not overwrite:
                 raise ValueError(
-                    f"{self.folder} holds results of {content['checkpoint']} with weights "
-                    f"{content.get('weights')}, and those of {self.settings.checkpoint} are "
-                    f"{self.identity.weights}; {OTHERWISE}"
+                    f"{self.folder} holds results of {checkpoint} with weights {content.get('weights')}, and "
+                    f"those of {self.settings.checkpoint} are {self.identity.weights}; {OTHERWISE}"
                 )
         if overwrite:
             known = {task.name: task for tasks in SUITES.values() for task in tasks}
@@ -275,6 +277,15 @@ class Evaluation:
         if self.identity.weights is None:
             return bool(content["checkpoint"] == self.identity.checkpoint)
         return bool(content.get("weights") == self.identity.weights)
+
+
+def _check_entry(entry: dict[str, Any]) -> None:
+    """Raise an error unless an entry of a result file has what this module reads of it."""
+    dict(entry["protocol"])
+    str(entry["data"]["digest"])
+    for part in (entry["results"], entry["errors"]):
+        for value in part.values():
+            float(value)
 
 
 def tokens_at_once(model: PreTrainedModel) -> int:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from osdn.ops import watched
 from osdn.ops.checks import Newton, Phase1, Rule, Scaling, Squash, boundaries, first_state
 
-CHUNK = 64  # tokens; a power of two
+CHUNK = 64  # tokens at most; a power of two
 
 
 def precondition_keys(
@@ -130,10 +130,17 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Phase 2.  Only the scan over the states between chunks is sequential; the rest is one batch."""
     with _full_precision(v.device):
-        chunks = Chunks(v, cu_seqlens, heads=v.shape[2], size=CHUNK)
+        chunks = Chunks(v, cu_seqlens, heads=v.shape[2], size=_chunk_size(k.shape[3]))
         q, k, v, beta = (chunks.split(x) for x in (q, k, v, beta))  # [M, C, ·], M = chunks * HV
         w = k if write_keys is None else chunks.split(write_keys)
         g = None if log_decay is None else chunks.split(log_decay)  # [M, C, 1 or K]
+        sick = _sick(k, v, beta, w, g)
+        poison: Iterable[tuple[Tensor, Tensor] | None] = repeat(None)
+        if sick is not None:  # such tokens do nothing, and their results are replaced
+            not_a_number = _not_a_number(sick, q, k, v, beta, w, g)  # [M, C, 1]
+            poison = zip(chunks.by_step(sick[:, -1:]), chunks.by_step(not_a_number.sum(1, keepdim=True)))
+            k, v, beta, w = (x.masked_fill(sick, 0) for x in (k, v, beta, w))
+            g = None if g is None else g.masked_fill(sick, 0)
 
         scores, gram = _products(q, k, w, g)  # [M, C, C]
         decay: Iterable[Tensor | None] = repeat(None)
@@ -147,14 +154,50 @@ def delta_rule(
         S = chunks.enter(v.new_zeros(chunks.N, chunks.H, k.shape[2], v.shape[2]) if S is None else S)
         outputs: list[Tensor] = []
         finished: list[Tensor] = []
-        for q_s, k_s, v_s, beta_s, w_s, gram_s, scores_s, decay_s in zip(*steps, decay):
+        for q_s, k_s, v_s, beta_s, w_s, gram_s, scores_s, decay_s, poison_s in zip(*steps, decay, poison):
             S = chunks.running(S, len(v_s), finished)
             error = torch.baddbmm(v_s, k_s, S, alpha=-1)  # of the state the chunk starts from
             u = torch.linalg.solve_triangular(gram_s, beta_s * error, upper=False, unitriangular=True)
             outputs.append(torch.baddbmm(q_s @ S, scores_s, u, beta=scale, alpha=scale))
             S = torch.baddbmm(S if decay_s is None else decay_s * S, w_s, u)
+            if poison_s is not None:
+                sick_s, not_a_number_s = poison_s
+                S = torch.where(sick_s, not_a_number_s, S)
         o = torch.cat(outputs) if outputs else v
+        if sick is not None:
+            o = torch.where(sick, not_a_number, o)
         return chunks.merge(o), chunks.leave(S, finished)
+
+
+def _chunk_size(K: int) -> int:
+    """No more tokens than channels, but at least four.
+
+    K tokens can replace all that a state holds.  In a longer chunk the writes nearly cancel the state it
+    starts from, and what is left has that state's rounding errors.
+    """
+    return min(CHUNK, max(4, 1 << (K.bit_length() - 1)))
+
+
+def _sick(*tokens: Tensor | None) -> Tensor | None:
+    """Which tokens `[M, C, 1]` are not finite or come after one that is not, in their chunk.
+
+    A matrix product over the chunk would carry them to earlier tokens: the zeros above the diagonal times NaN
+    are NaN.  None when there are none, which is asked only where looking at numbers is allowed and cheap.
+    """
+    given = [x.detach() for x in tokens if x is not None]
+    visible = not (watched.by_others(given) or watched.by_transforms())
+    if visible and given[0].device.type == "cpu" and all(bool(x.sum().isfinite()) for x in given):
+        return None
+    healthy = [(x.abs() < torch.inf).all(-1, keepdim=True) for x in given]
+    if tokens[-1] is not None:
+        healthy[-1] = (given[-1] < torch.inf).all(-1, keepdim=True)  # a decay of -inf forgets everything
+    return (~torch.stack(healthy).all(0)).cumsum(1) > 0
+
+
+def _not_a_number(sick: Tensor, *tokens: Tensor | None) -> Tensor:
+    """NaN at the tokens that are `sick`, with gradients of NaN: a loss of NaN must not look harmless."""
+    total = torch.stack([x.sum(-1, keepdim=True) for x in tokens if x is not None]).sum(0)
+    return (total.masked_fill(~sick, 0) * torch.nan).masked_fill(~sick, 0)
 
 
 def _products(q: Tensor, k: Tensor, w: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ A backend is a module with `precondition_keys` (phase 1, by any rule) and `delta
 queries, keys and values of 16 bits too.
 """
 
+import warnings
+from functools import cache
 from numbers import Real
 from types import ModuleType
 from typing import Any
@@ -172,7 +174,8 @@ def delta_rule(
         v: values `[B, T, HV, V]`; HV is a multiple of H.
         beta: write strengths `[B, T, HV]`.
         write_keys: `[B, T, HV, K]`; None is `k`, the plain delta rule.
-        log_decay: None (DeltaNet), `[B, T, HV]` (Gated DeltaNet) or `[B, T, HV, K]` (KDA).
+        log_decay: None (DeltaNet), `[B, T, HV]` (Gated DeltaNet) or `[B, T, HV, K]` (KDA); not above zero,
+            since a state that grows loses its digits: see docs/reliability.md.
         scale: factor of the output; None is `K ** -0.5`.
         initial_state: `[N, HV, K, V]`; None is zeros.
         output_final_state: whether to return the state after the last token.
@@ -471,7 +474,20 @@ def _log_decay(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torc
     if x is None:
         return None
     _per_head_or_channel("log_decay", x, shape, device)
+    # Not in decoding, where a look costs a tenth of the call, nor where it would wait for a GPU or be traced.
+    looks = shape[1] > 1 and x.device.type == "cpu" and x.numel() > 0
+    if looks and not watched.by_others([x]) and not watched.by_transforms() and x.detach().amax() > 0:
+        _warn_of_growth()
     return _cast(x, dtype)
+
+
+@cache
+def _warn_of_growth() -> None:
+    warnings.warn(
+        "log_decay has elements above 0, so the state grows instead of decaying; is a minus sign missing? "
+        "Growth beyond exp(88) within 64 tokens overflows float32.",
+        stacklevel=4,
+    )
 
 
 def _retention(

@@ -38,8 +38,9 @@ def accuracy_by_pairs(results: Results) -> Figure:
         columns = (partial(_column, passes, "pairs"), partial(_column, passes, "accuracy"))
         shown: dict[str, Any] = {"linestyle": style, "marker": "o", "markersize": 3}
         _bands(axes, results, *columns, labelled=passes == last, **shown)
-        if last > 1:  # colours are the models', line styles the passes'
-            axes.plot([], [], color=GREY, linestyle=style, label=f"{passes} pass{'es' * (passes > 1)}")
+    for passes in range(1, last + 1 if last > 1 else 1):  # colours are the models', line styles the passes'
+        style = "-" if passes == last else ":"
+        axes.plot([], [], color=GREY, linestyle=style, label=f"{passes} pass{'es' * (passes > 1)}")
     trained = _any(results)["settings"]["task"]["pairs"]
     axes.axvline(trained, color=GREY, linewidth=0.8, linestyle="--")
     axes.annotate("trained", (trained, 0.01), xycoords=("data", "axes fraction"), fontsize=8, color=INK)

@@ -100,7 +100,7 @@ pre { background: #f6f7f9; padding: .7rem .9rem; border-radius: 4px; overflow-x:
   line-height: 1.4; margin: 0; }
 footer { margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: .8rem; overflow-wrap: anywhere; }
 @media (max-width: 36rem) {
-  th:first-child { white-space: normal; max-width: 9rem; overflow-wrap: anywhere; }
+  th:first-child { white-space: normal; min-width: 5.5rem; max-width: 10rem; overflow-wrap: break-word; }
 }
 </style>
 </head>

@@ -73,7 +73,10 @@ def save_json(path: str | Path, content: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**environment(), **content}, indent=2)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text + "\n")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # else a power cut may leave the new name with nothing in it
     partial.replace(path)
     return path
 

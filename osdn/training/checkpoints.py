@@ -2,7 +2,8 @@
 
 A checkpoint is written aside, its files are listed with their checksums, everything is forced to the disk,
 and only then does a rename give it its name.  A process killed at any moment leaves the checkpoints it had;
-one that the disk damaged later is found out by its checksums, and the one before it is used.
+one that the disk damaged later is found out by its checksums, and the one before it is used.  Reading a
+checkpoint never runs code that is written in it, wherever it comes from.
 """
 
 import hashlib
@@ -10,20 +11,35 @@ import json
 import logging
 import os
 import shutil
-import warnings
+from fnmatch import fnmatch
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
+import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
+from transformers.trainer_pt_utils import safe_globals
 
 from osdn.models import OSDNConfig, OSDNForCausalLM
+from osdn.terminal import printable
+from osdn.training.shards import INDEX, check_shards, load_shards
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STAGING = ".writing"
-SHARDS = "pytorch_model_fsdp_0"  # accelerate's name for a model's shards
+SHARDS, OPTIMIZER_SHARDS = "pytorch_model_fsdp_0", "optimizer_0"  # accelerate's names for them
+POSITION = "position.json"
+# What a manifest must list, one of the alternatives each: names may be patterns.
+MODEL_FILES = (("config.json",), ("model*.safetensors",))
+CHECKPOINT_FILES = (
+    ("config.json",),
+    ("trainer_state.json",),
+    (POSITION,),
+    ("scheduler.pt",),
+    ("optimizer.pt", f"{OPTIMIZER_SHARDS}/{INDEX}"),
+    ("model*.safetensors", f"{SHARDS}/{INDEX}"),
+)
 
 
 def publish(staged: Path, final: Path) -> None:
@@ -39,16 +55,47 @@ def publish(staged: Path, final: Path) -> None:
     _flush(final.parent)
 
 
-def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+def damage(folder: Path, needed: tuple[tuple[str, ...], ...] = CHECKPOINT_FILES) -> str | None:
+    """What is wrong with a checkpoint or with a model's directory, or None."""
+    name = MANIFEST
     try:
-        digests = json.loads((checkpoint / MANIFEST).read_text())
+        digests = json.loads((folder / MANIFEST).read_text())
+        for either in needed:
+            if not any(fnmatch(listed, pattern) for listed in digests for pattern in either):
+                return f"{MANIFEST} does not list {' or '.join(either)}"
         for name, digest in digests.items():
-            if _digest(checkpoint / name) != digest:
+            path = folder / name
+            if ".." in path.parts or folder not in path.parents or not path.is_file():
+                return f"{name} is missing"
+            if _digest(path) != digest:
                 return f"{name} is not what was written"
-    except (OSError, ValueError, AttributeError) as error:
-        return str(error)
+            _check_readable(path)
+    except Exception as error:  # a file that was made to break its reader may raise anything
+        return f"{name}: {error}"
     return None
+
+
+def _check_readable(path: Path) -> None:
+    """Raise an error for a file that its reader will refuse; no reader runs code from a file."""
+    if path.suffix == ".json":
+        json.loads(path.read_text())
+    elif path.suffix == ".safetensors":
+        with safe_open(path, framework="pt"):
+            pass
+    elif path.suffix in (".pt", ".pth"):
+        with safe_globals():  # for the states of NumPy's random numbers
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    elif path.name == INDEX:
+        check_shards(path.parent)
+
+
+def put_aside(path: Path) -> None:
+    """Rename what is damaged, so that its name is free again and nothing is lost."""
+    aside, count = path.with_name(f"damaged-{path.name}"), 1
+    while aside.exists():
+        count += 1
+        aside = path.with_name(f"damaged-{path.name}-{count}")
+    path.rename(aside)
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -71,7 +118,7 @@ def newest_good(run: Path) -> Path | None:
         reason = damage(checkpoint)
         if reason is None:
             return checkpoint
-        logger.warning("%s is damaged (%s); looking for the one before it", checkpoint, reason)
+        logger.warning("%s is damaged (%s); looking for the one before it", checkpoint, printable(reason))
     return None
 
 
@@ -101,29 +148,33 @@ def convert(checkpoint: str | Path, output: str | Path) -> Path:
         raise ValueError(f"{checkpoint} is damaged: {reason}")
     if output.exists():
         raise FileExistsError(f"{output} exists; choose another name or remove it")
-    model = OSDNForCausalLM(OSDNConfig.from_pretrained(checkpoint))
-    if is_sharded(checkpoint):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what we want
-            dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint / SHARDS, no_dist=True)
-    else:
-        files = sorted(checkpoint.glob("model*.safetensors"))
-        weights = {k: v for file in files for k, v in load_file(file).items()}
-        if model.config.tie_word_embeddings:  # one tensor, saved once
-            weights.setdefault("lm_head.weight", weights["model.embeddings.weight"])
-        model.load_state_dict(weights)
+    try:
+        model = OSDNForCausalLM(OSDNConfig.from_pretrained(checkpoint))
+        _load_weights(model, checkpoint)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    except Exception as error:  # its files are as they were written, but do not belong together
+        raise ValueError(f"{checkpoint} does not hold a model that can be loaded: {error}") from error
     staged = output.with_name(f".{output.name}.writing")
     try:
         shutil.rmtree(staged, ignore_errors=True)
         model.save_pretrained(staged)
-        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(staged)
-        for path in [*staged.iterdir(), staged]:
-            _flush(path)
-        staged.rename(output)
+        tokenizer.save_pretrained(staged)
+        publish(staged, output)
     except Exception as error:  # every library has its own for a full disk
         shutil.rmtree(staged, ignore_errors=True)
         raise OSError(f"{output} could not be written: {error}") from error
     return output
+
+
+def _load_weights(model: OSDNForCausalLM, checkpoint: Path) -> None:
+    if is_sharded(checkpoint):
+        load_shards(checkpoint / SHARDS, {"model": model.state_dict()}, alone=True)
+        return
+    files = sorted(checkpoint.glob("model*.safetensors"))
+    weights = {k: v for file in files for k, v in load_file(file).items()}
+    if model.config.tie_word_embeddings:  # one tensor, saved once
+        weights.setdefault("lm_head.weight", weights["model.embeddings.weight"])
+    model.load_state_dict(weights)
 
 
 def _digest(path: Path) -> str:

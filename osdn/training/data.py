@@ -12,9 +12,11 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -79,7 +81,13 @@ def load_source(
     elif path.exists():
         kind, files = _local_files(path)
         options = {"sample_by": "document"} if kind == "text" else {}
-        data = load_dataset(kind, data_files=files, split=split, streaming=streaming, **options)
+        try:
+            data = load_dataset(kind, data_files=files, split=split, streaming=streaming, **options)
+        except (DatasetGenerationError, StopIteration, ValueError) as error:
+            reason = str(error.__cause__ or error)
+            if not reason or "corresponds to no data" in reason:
+                reason = "it has no documents"
+            raise ValueError(f"data.source is {source}, which cannot be read as {kind}: {reason}") from error
     elif path.suffix in FORMATS or source.startswith((".", "/", "~")):
         raise FileNotFoundError(f"data.source is {source}, and there is no such file or directory")
     else:
@@ -101,21 +109,27 @@ def load_source(
     return data if text_column == "text" else data.rename_column(text_column, "text")
 
 
+def checked(text: Any) -> str:
+    """A document, if it is text: files may hold nulls and numbers in its place."""
+    if not isinstance(text, str):
+        raise ValueError(f"a document is {text!r:.80}, which is not text; mend or remove such documents")
+    return text
+
+
 def tokenize(
     data: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, context_len: int
 ) -> Dataset | IterableDataset:
     """Replace documents in "text" by their tokens in "input_ids", pieces of at most `context_len` in order.
 
-    Every document is closed by the end-of-text token.
+    Every document is closed by the end-of-text token.  A piece comes with its "checksum".
     """
 
-    def encode(batch: dict[str, list[str]]) -> dict[str, list[np.ndarray]]:
-        ids = tokenizer(batch["text"], return_attention_mask=False)["input_ids"]
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+        ids = tokenizer(list(map(checked, batch["text"])), return_attention_mask=False)["input_ids"]
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         documents = [np.array(x + end if x[-1:] != end else x, np.int32) for x in ids]
-        return {
-            "input_ids": [x[i : i + context_len] for x in documents for i in range(0, len(x), context_len)]
-        }
+        pieces = [x[i : i + context_len] for x in documents for i in range(0, len(x), context_len)]
+        return {"input_ids": pieces, "checksum": [zlib.crc32(piece.tobytes()) for piece in pieces]}
 
     if isinstance(data, IterableDataset):
         return data.map(encode, batched=True, remove_columns=["text"])
@@ -129,7 +143,9 @@ def tokenize(
         remove_columns=["text"],
         batch_size=100,
         num_proc=min(os.cpu_count() or 1, len(data) // 100) or None,
-        new_fingerprint=Hasher.hash((data._fingerprint, state, tokenizer.eos_token_id, context_len)),
+        new_fingerprint=Hasher.hash(
+            (data._fingerprint, state, tokenizer.eos_token_id, context_len, "checksum")
+        ),
         desc="tokenising",
     )
 
@@ -163,7 +179,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(map(checked, texts), trainer)
     return _wrap(tokenizer)
 
 

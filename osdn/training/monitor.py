@@ -46,13 +46,15 @@ class Metrics(TrainerCallback):
 
     @staticmethod
     def read(run: str | Path) -> list[dict[str, Any]]:
-        """The lines of a run; one that a kill cut off is left out."""
+        """The lines of a run; one that a kill cut off or a disk damaged is left out."""
         lines = []
-        for line in Path(run, METRICS).read_text().splitlines():
+        for line in Path(run, METRICS).read_text(errors="replace").splitlines():
             try:
-                lines.append(json.loads(line))
+                content = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(content, dict) and isinstance(content.get("step"), int):
+                lines.append(content)
         return lines
 
     @staticmethod

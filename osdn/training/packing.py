@@ -6,9 +6,11 @@ the same rows on one device as on many.  A place in the stream is three integers
 every row carries the place where the next round of rows begins, which is all a checkpoint has to keep.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from osdn.training.data import tokenize
 IGNORED_LABEL = -100
 READ_AHEAD = 256  # pieces fetched at once from a data set on disk
 SHUFFLE_BUFFER = 10_000  # pieces a stream is shuffled within
+STREAM_START = 1000  # pieces a stream is recognised by
 
 
 class Position(NamedTuple):
@@ -52,6 +55,15 @@ class Pieces:
         if not isinstance(self.data, Dataset):
             return None
         return int(pc.sum(pc.list_value_length(self.data.data.column("input_ids"))).as_py())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes when the tokens do: all of them, or the first thousand pieces of a stream."""
+        if isinstance(self.data, Dataset):
+            checksums = np.asarray(self.data["checksum"][:])
+        else:
+            checksums = np.array([row["checksum"] for row in self.data.take(STREAM_START)])
+        return hashlib.sha256(checksums.astype("<i8").tobytes()).hexdigest()[:16]
 
     def read(self, epoch: int, start: int) -> Iterator[np.ndarray]:
         """The pieces of an epoch, without the first `start`."""

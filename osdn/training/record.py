@@ -82,6 +82,7 @@ def save_record(
             "split": data.split,
             "documents": corpus.train.documents,
             "tokens": corpus.train.count_tokens(),
+            "digest": corpus.train.fingerprint,
         },
         "validation": None
         if corpus.validation is None

@@ -5,6 +5,7 @@ needs: it reads packed rows from a saved place in the stream, skips a step whose
 saves whole checkpoints only, and continues where it was when it is started again.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,13 @@ import yaml  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
@@ -32,17 +40,26 @@ from transformers.utils.logging import disable_progress_bar
 
 from osdn.models import OSDNConfig, OSDNForCausalLM, describe
 from osdn.results.store import TRAINING
+from osdn.terminal import printable
 from osdn.training import checkpoints
 from osdn.training.data import load_source, load_tokenizer
 from osdn.training.memory import LESS_MEMORY, check_memory
 from osdn.training.monitor import Diagnostics, Metrics, Progress, Stop, Validation, matmul_flops
-from osdn.training.packing import IGNORED_LABEL, Corpus, PackedRows, Pieces, Position, held_out_rows
+from osdn.training.packing import (
+    BEGINNING,
+    IGNORED_LABEL,
+    Corpus,
+    PackedRows,
+    Pieces,
+    Position,
+    held_out_rows,
+)
 from osdn.training.record import is_finished, print_header, save_record
 from osdn.training.settings import Settings
+from osdn.training.shards import load_shards
 
 logger = logging.getLogger(__name__)
 
-POSITION = "position.json"
 # Vectors and numbers that are not weights of a product; the paper's recipe leaves them alone.
 NO_DECAY = re.compile(r"(^|\.)(A_log|dt_bias|bias|\w*norm\.weight)$")
 
@@ -82,14 +99,41 @@ class PackedTrainer(Trainer):
         self.state.compute_steps(self.args, max_steps)
         return trained
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Shards are read here: the library's way runs code that is written in them."""
+        with _blaming(resume_from_checkpoint):
+            if not self.is_fsdp_enabled:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+                return
+            model = model or self.model
+            state = {"model": get_model_state_dict(model)}
+            load_shards(Path(resume_from_checkpoint, checkpoints.SHARDS), state)
+            set_model_state_dict(model, state["model"])
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Continue at the learning rate of this schedule: the checkpoint's may have been shorter."""
-        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        with _blaming(checkpoint):
+            self._load_optimizer_state(checkpoint)
         schedule = self.lr_scheduler
         rates = [rate * at(schedule.last_epoch) for rate, at in zip(schedule.base_lrs, schedule.lr_lambdas)]
         for group, rate in zip(self.optimizer.param_groups, rates):
             group["lr"] = rate
         schedule._last_lr = rates  # which is what is logged
+
+    def _load_optimizer_state(self, checkpoint: str) -> None:
+        if not self.is_fsdp_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        state = {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
+        load_shards(Path(checkpoint, checkpoints.OPTIMIZER_SHARDS), state)
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _blaming(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def get_train_dataloader(self) -> DataLoader:
         gpu = self.args.device.type != "cpu"
@@ -173,7 +217,7 @@ class PackedTrainer(Trainer):
                 self._complete(staged)
                 checkpoints.publish(staged, run / name)
                 checkpoints.prune(run, self.settings.checkpoints.keep)
-        except Exception as error:  # every library has its own for a full disk
+        except (Exception, CheckpointException) as error:  # every library has its own for a full disk
             shutil.rmtree(staged, ignore_errors=True)
             good = checkpoints.newest_good(run)
             raise TrainingError(
@@ -188,8 +232,12 @@ class PackedTrainer(Trainer):
         (staged / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
         self.model.config.save_pretrained(staged)
         self.processing_class.save_pretrained(staged)
-        place = {**self.position._asdict(), "skipped_steps": self.skipped_steps}
-        (staged / POSITION).write_text(json.dumps(place))
+        place = {
+            **self.position._asdict(),
+            "skipped_steps": self.skipped_steps,
+            "data": self.rows.pieces.fingerprint,
+        }
+        (staged / checkpoints.POSITION).write_text(json.dumps(place))
 
 
 def train(settings: Settings) -> Path:
@@ -197,8 +245,10 @@ def train(settings: Settings) -> Path:
     run, devices = Path(settings.output_dir), int(os.environ.get("WORLD_SIZE", "1"))
     result, steps = run / "model", settings.training.steps
     if _planned_steps(run, settings) == steps and result.exists() and is_finished(run):
-        logger.warning("%s is finished already; a larger training.steps extends it", run)
-        return result
+        if (reason := checkpoints.damage(result, checkpoints.MODEL_FILES)) is None:
+            logger.warning("%s is finished already; a larger training.steps extends it", run)
+            return result
+        logger.warning("%s is damaged (%s); making it again", result, printable(reason))
     arguments = training_arguments(settings, devices)
     config, tokenizer = settings.model_config(), load_tokenizer(settings.data.tokenizer)
     check_vocabulary(config, tokenizer)
@@ -247,14 +297,9 @@ def _run(
             f"{checkpoint} was written by {'one process' if arguments.fsdp else 'several processes'}, with "
             f"training.parallelism fsdp2; continue it in the same way, or take it out with `osdn convert`"
         )
-    place = json.loads((checkpoint / POSITION).read_text()) if checkpoint else {}
-    skipped_steps = place.pop("skipped_steps", 0)
+    position, skipped_steps = _place(checkpoint, corpus.train) if checkpoint else (BEGINNING, 0)
     rows = PackedRows(
-        corpus.train,
-        settings.data.seq_len,
-        arguments.process_index,
-        arguments.world_size,
-        Position(**place),
+        corpus.train, settings.data.seq_len, arguments.process_index, arguments.world_size, position
     )
     trainer = PackedTrainer(
         settings, rows, skipped_steps, model=model, args=arguments, processing_class=tokenizer
@@ -285,6 +330,35 @@ def _run(
                 "stopped by %s; checkpoint-%d is saved, run the same command to continue", name, step
             )
         raise SystemExit(128 + stop.signal)
+
+
+def _place(checkpoint: Path, pieces: Pieces) -> tuple[Position, int]:
+    """Where a checkpoint is in the data, and how many steps it has skipped; the data must be what it read."""
+    with _blaming(checkpoint):
+        place = json.loads((checkpoint / checkpoints.POSITION).read_text())
+        data = place.pop("data", None)  # older checkpoints do not say
+        skipped_steps = place.pop("skipped_steps")
+        position = Position(**place)
+    if data not in (None, pieces.fingerprint):
+        raise ValueError(
+            f"the data has changed since {checkpoint} was written (fingerprint {pieces.fingerprint}, it was "
+            f"{data}), so the run cannot continue where it was. Restore the data, or train on the new data "
+            f"in another output_dir; `osdn convert` takes the weights out."
+        )
+    return position, skipped_steps
+
+
+@contextmanager
+def _blaming(checkpoint: str | Path | None) -> Iterator[None]:
+    """Say which checkpoint cannot be loaded: what its checksums confirm may still not be of this model."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise TrainingError(
+            f"{checkpoint} cannot be loaded ({error}); move it away to continue from the one before it"
+        ) from error
 
 
 def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
@@ -371,32 +445,46 @@ def check_vocabulary(config: OSDNConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 @contextmanager
 def _alone(run: Path) -> Iterator[None]:
-    """No other process trains in the run's directory meanwhile."""
+    """No other process trains in the run's directory meanwhile.
+
+    The directory itself is locked, where the file system can do that: a file in it might be deleted.
+    """
     run.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(run / ".lock", blocking=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ValueError(f"{run} is being trained by another process; wait for it or end it") from None
-    try:
+    with ExitStack() as held:
+        directory = os.open(run, os.O_RDONLY)
+        held.callback(os.close, directory)
+        try:
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError:  # NFS locks files only
+                held.enter_context(FileLock(run / ".lock", blocking=False))
+        except (BlockingIOError, Timeout):
+            raise ValueError(f"{run} is being trained by another process; wait for it or end it") from None
         yield
-    finally:
-        lock.release()
 
 
 def _prepare(run: Path, settings: Settings) -> tuple[Path | None, bool]:
     """Make the run's directory ready; the checkpoint to continue from, and whether the run is finished."""
-    planned = _planned_steps(run, settings)
-    if planned == settings.training.steps and (run / "model").exists():
+    planned, model = _planned_steps(run, settings), run / "model"
+    damaged = model.exists() and checkpoints.damage(model, checkpoints.MODEL_FILES) is not None
+    if planned == settings.training.steps and model.exists() and not damaged:
         return None, True
     shutil.rmtree(run / checkpoints.STAGING, ignore_errors=True)
     good, newest = checkpoints.newest_good(run), checkpoints.checkpoints(run)
     if good is None and newest:
         raise ValueError(f"every checkpoint in {run} is damaged; remove them to start again")
-    if good is None and (run / "model").exists():
-        raise ValueError(f"{run} has a model but no checkpoint to continue from; choose another output_dir")
-    for damaged in newest[: newest.index(good)] if good else []:
-        damaged.rename(run / f"damaged-{damaged.name}")  # out of the way of those to come
+    if good is None and model.exists():
+        why = "is damaged" if damaged else "is there"
+        raise ValueError(
+            f"{model} {why}, and there is no checkpoint to continue from; choose another output_dir, or "
+            f"remove {run}"
+        )
+    for unusable in newest[: newest.index(good)] if good else []:
+        checkpoints.put_aside(unusable)  # out of the way of those to come
+    if damaged:
+        checkpoints.put_aside(model)
     Metrics.forget(run, after=checkpoints.step_of(good) if good else 0)
     if good and planned is not None and planned < settings.training.steps:
         _extend(run, settings, planned, good)
@@ -410,14 +498,17 @@ def _extend(run: Path, settings: Settings, planned: int, checkpoint: Path) -> No
     if result.exists():
         result.rename(run / f"model-{planned}")
     (run / TRAINING).unlink(missing_ok=True)
+    before, after = (settings.optimizer.rate_at(step, n) for n in (planned, steps))
+    if before == after:  # still warming up: a run of this length from the start would be here too
+        return
     Metrics.append(run, {"step": step, "time": time.time(), "extended_to": steps})
     logger.warning(
         "extending the run from %d to %d steps: its cosine schedule now ends later, so the learning rate "
         "jumps from %.2e to %.2e at step %d, and the result differs from that of %d steps run at once",
         planned,
         steps,
-        settings.optimizer.rate_at(step, planned),
-        settings.optimizer.rate_at(step, steps),
+        before,
+        after,
         step,
         steps,
     )
@@ -427,10 +518,16 @@ def _planned_steps(run: Path, settings: Settings) -> int | None:
     """The steps that the run in the directory is to take, None if there is none; other runs are an error."""
     try:
         there = _essence((run / "config.yaml").read_text())
+        planned = there.pop("training.steps")
     except FileNotFoundError:
         return None
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{run / 'config.yaml'} is damaged, so that nobody can tell whether the run is this one. If you "
+            f"know that it is, remove the file and run the same command; else choose another output_dir"
+        ) from error
     here = _essence(settings.to_yaml())
-    planned, steps = there.pop("training.steps"), here.pop("training.steps")
+    steps = here.pop("training.steps")
     if different := [key for key in here | there if here.get(key) != there.get(key)]:
         values = ", ".join(f"{key} is {there.get(key)!r}, not {here.get(key)!r}" for key in different)
         raise ValueError(

@@ -125,7 +125,7 @@ def test_without_a_baseline_there_is_no_change():
 
 
 def test_state_sizes_are_the_papers():
-    assert THROUGHPUT.keys() == PAPER_STATE_MIB.keys()
+    assert THROUGHPUT.rows.keys() == PAPER_STATE_MIB.keys()
     for name, mib in PAPER_STATE_MIB.items():
         row = throughput.summarise([timed(name, (1.0, 1.0))], 2)[0]
         assert row["state_mib"] == pytest.approx(mib, abs=5.1e-4)
@@ -133,16 +133,17 @@ def test_state_sizes_are_the_papers():
 
 def test_the_papers_changes_are_those_of_its_own_throughputs():
     for base, variant in (("delta_net-340m", "osdn-340m"), ("kda-340m", "oskda-340m")):
-        change = 100 * (THROUGHPUT[variant][0] / THROUGHPUT[base][0] - 1)
-        assert change == pytest.approx(THROUGHPUT[variant][2], abs=0.06)
+        ours, theirs = THROUGHPUT.rows[variant], THROUGHPUT.rows[base]
+        change = 100 * (ours["tokens_per_second"] / theirs["tokens_per_second"] - 1)
+        assert change == pytest.approx(ours["throughput_change"], abs=0.06)
 
 
 def test_the_command_measures_presets_and_sizes(tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "PREFILL", 16)
-    short = {"prefill": 16, "decode": 3, "warm_ups": 1, "repeats": 2}
+    short = {"warm_ups": 1, "repeats": 2}
     original = throughput.throughput
     monkeypatch.setattr(throughput, "throughput", lambda names, **kw: original(names, **kw, **short))
-    done = CliRunner().invoke(app, ["bench", "throughput", "tiny", "--output", str(tmp_path)])
+    sizes = ["--prefill", "16", "--decode", "3"]
+    done = CliRunner().invoke(app, ["bench", "throughput", "tiny", *sizes, "--output", str(tmp_path)])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "throughput.json").read_text())
     assert [row["model"] for row in result["rows"]] == [
@@ -162,4 +163,4 @@ def test_the_command_measures_presets_and_sizes(tmp_path, monkeypatch):
     assert all(len(row["times_ms"]) == 2 for row in result["rows"])
     done = CliRunner().invoke(app, ["bench", "throughput", "huge"])
     assert done.exit_code == 1
-    assert "no preset or size huge" in done.output
+    assert "no preset, size or folder huge" in done.output

@@ -73,6 +73,15 @@ def test_a_missing_set_is_told_in_a_line(tmp_path, monkeypatch):
     assert whereabouts("nobody/nothing", None, None) == "hub"
 
 
+@pytest.mark.parametrize("content", ["", "\n", "[]", '{"text": '])
+def test_a_file_without_documents_is_told(tmp_path, content):
+    folder = tmp_path / "owner/empty"
+    folder.mkdir(parents=True)
+    (folder / "test.json").write_text(content)
+    with pytest.raises(ValueError, match=f"owner/empty in {tmp_path}.*"):
+        load_data("owner/empty", None, tmp_path)["test"]
+
+
 def test_what_datasets_has_cached_is_known(tmp_path, monkeypatch):
     monkeypatch.setattr(data.datasets.config, "HF_DATASETS_CACHE", tmp_path)
     (tmp_path / "Xnhyacinth___long_bench/qasper").mkdir(parents=True)

@@ -94,6 +94,7 @@ def test_a_text_that_fits_is_left_alone_and_one_without_the_answer_keeps_its_beg
 ])  # fmt: skip
 def test_contains_looks_for_the_whole_answer_in_any_case(continuation, found):
     assert contains({"value": "Tim Burton"}, [continuation]) == {"contains": found}
+    assert contains({"value": ""}, [continuation]) == {"contains": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from osdn.cli import app
 from osdn.evaluation import harness
+from osdn.evaluation.data import load_data
 from osdn.evaluation.runner import Evaluation, Settings
 from osdn.evaluation.suites import SUITES
 from osdn.models.checkpoints import load_tokenizer
@@ -23,6 +25,8 @@ from osdn.results.store import digest, read_results
 from osdn.training.data import train_tokenizer
 from tests.analysis.models import byte_tokenizer
 from tests.evaluation.mirror import save_osdn
+
+TASKS = {task.name: task for tasks in SUITES.values() for task in tasks}
 
 
 def run(*arguments):
@@ -64,7 +68,7 @@ def test_every_suite_fills_its_columns(evaluated, suite):
         assert task["protocol"]["max_length"] is None  # a recurrent model has none
         assert task["protocol"]["dtype"] == "float32"
         assert task["seconds"] >= 0
-    assert f"{suite}: osdn" in done.output
+    assert f"{suite}: OSDN" in done.output
 
 
 def test_standard_errors_are_there_where_there_is_more_than_one_document(evaluated):
@@ -348,12 +352,85 @@ def test_data_in_another_format_are_told(osdn, tmp_path):
         tmp_path / "out",
     )
     for text, message in (
-        ('{"question": "a"}', "the data of piqa are not in its format"), ('{"goal": ', "baber/piqa in"),
+        ('{"question": "a"}', "piqa: the data is not in the format"), ('{"goal": ', "baber/piqa in"),
     ):  # fmt: skip
         (folder / "validation.jsonl").write_text(text)
         done = run(*arguments)
         assert done.exit_code == 1
         assert message in said(done)
+
+
+def changed_mirror(task, mirror, folder, **fields):
+    """The data of a task with other values in the second row."""
+    rows = load_data(task.data, task.config, mirror)[task.split].to_list()
+    rows[min(1, len(rows) - 1)] |= fields
+    file = folder / task.data / (task.config or "") / f"{task.split}.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluation(osdn, tmp_path_factory):
+    """Measures single tasks, on the data that its settings name."""
+    return Evaluation(Settings(osdn), tmp_path_factory.mktemp("none"))
+
+
+@pytest.mark.parametrize("value", [None, 7])
+@pytest.mark.parametrize(("name", "field"), [
+    ("wikitext", "page"), ("lambada_openai", "text"), ("fineweb_edu", "text"), ("fda", "text"),
+    ("fda_twice", "text"), ("swde_twice", "key"), ("squad_twice", "question"), ("squad_completion", "value"),
+    ("piqa", "sol1"), ("hellaswag", "ctx_b"), ("winogrande", "sentence"), ("arc_easy", "choices"),
+    ("drop", "answer"), ("triviaqa", "answer"), ("longbench_trec", "answers"), ("pg19", "text"),
+])  # fmt: skip
+def test_something_else_for_text_is_told(evaluation, mirror, tmp_path, name, field, value):
+    task = TASKS[name]
+    evaluation.settings = Settings(
+        evaluation.settings.checkpoint, changed_mirror(task, mirror, tmp_path, **{field: value})
+    )
+    with pytest.raises(ValueError, match=r"mend|not in the format of the task"):
+        evaluation._entry(task, lambda *_: None)
+
+
+@pytest.mark.parametrize(("name", "field"), [("piqa", "goal"), ("boolq", "passage"), ("drop", "question")])
+def test_a_missing_text_is_not_taken_for_the_word_none(evaluation, mirror, tmp_path, name, field):
+    task = TASKS[name]
+    settings = Settings(
+        evaluation.settings.checkpoint, changed_mirror(task, mirror, tmp_path, **{field: None})
+    )
+    evaluation.settings = settings
+    with pytest.raises(ValueError, match=rf"{name}: document 1 of 3 .*{field} is missing"):
+        evaluation._entry(task, lambda *_: None)
+    evaluation.settings = replace(settings, limit=1)  # which leaves it out
+    assert evaluation._entry(task, lambda *_: None)["documents"] == 1
+
+
+@pytest.mark.parametrize("name", ["fda", "fda_twice", "squad_completion", "squad_twice"])
+def test_a_document_without_an_answer_is_left_out_and_counted(evaluation, mirror, tmp_path, name):
+    task = TASKS[name]
+    folder = changed_mirror(task, mirror, tmp_path, value=" ")
+    evaluation.settings = Settings(evaluation.settings.checkpoint, folder)
+    entry = evaluation._entry(task, lambda *_: None)
+    assert entry["documents"] == 2
+    assert entry["unanswered"] == 1
+    assert sum(entry["results"].values()) == 0  # an empty answer would be in every text
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"\xff", b'{"kind": "eval', {}, {"tasks": []}, {"tasks": {"piqa": 3}}, {"tasks": {"piqa": {}}},
+    {"tasks": {"piqa": {"results": {"piqa": None}, "errors": {}}}},
+])  # fmt: skip
+def test_a_damaged_result_file_is_named_and_left_alone(osdn, mirror, tmp_path, content):
+    file = tmp_path / "commonsense.json"
+    if isinstance(content, dict):
+        content = json.dumps({"kind": "evaluation", "checkpoint": osdn, **content}).encode()
+    file.write_bytes(content)
+    before = file.read_bytes()
+    done = run(osdn, "--suite", "retrieval", "--data-dir", mirror, "--output", tmp_path)
+    assert done.exit_code == 1
+    assert "commonsense.json cannot be read" in said(done)
+    assert "remove it or choose another folder" in said(done)
+    assert file.read_bytes() == before
 
 
 def test_a_model_that_may_see_too_little_is_told(osdn, mirror, tmp_path):
@@ -371,7 +448,7 @@ def test_a_checkpoint_without_a_tokenizer_and_one_without_lm_eval(osdn, tmp_path
     done = run(bare, "--suite", "pg19", "--output", tmp_path / "out")
     assert done.exit_code == 1
     assert "has no end-of-text token" in said(done)
-    monkeypatch.setattr("osdn.evaluation.commands.find_spec", lambda name: None)
+    monkeypatch.setattr("osdn.cli.evaluation.find_spec", lambda name: None)
     done = run(osdn, "--suite", "ppl")
     assert done.exit_code == 1
     assert 'pip install "osdn[eval]"' in said(done)
@@ -385,7 +462,7 @@ def test_the_window_and_the_number_that_it_cut_are_reported(osdn, mirror, tmp_pa
     assert tasks["fda_twice"]["cut"] == 3  # documents of some 350 bytes
     assert tasks["fda_twice"]["protocol"]["window"] == 250
     assert "cut" not in tasks["fda"]
-    assert "fda_twice 3 of 3" in said(done)
+    assert "fda_twice: 3 of 3 documents were cut to the window" in said(done)
 
 
 def test_own_tasks_are_packaged():

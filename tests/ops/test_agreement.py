@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
-from osdn.ops import delta_rule, online_scaled_delta_rule
+from osdn.ops import delta_rule, online_scaled_delta_rule, precondition_keys
 from tests.ops.problems import (
     BACKENDS,
     OPERATORS,
@@ -187,3 +187,42 @@ def test_gradients_are_those_of_finite_differences(operator, backend, decay):
         return operator(**dict(zip(names, leaves)), **options, backend=backend)
 
     assert torch.autograd.gradcheck(outputs, leaves)
+
+
+# Factors of some inputs, each of which leaves a recurrence that neither explodes nor vanishes.
+EXTREMES = {
+    **{f"values-{s:g}": {"v": s, "initial_state": s} for s in (1e-20, 1e-10, 1e10)},
+    **{f"queries-{s:g}": {"q": s} for s in (1e-20, 1e-10, 1e10)},
+    "keys-1e-20": {"k": 1e-20},
+    "keys-1e-10": {"k": 1e-10, "beta": 1e20},
+    "keys-1e+10": {"k": 1e10, "beta": 1e-20},
+    "beta-1e-20": {"beta": 1e-20},
+    "all-1e-10": {"q": 1e-10, "k": 1e-10, "v": 1e-10, "initial_state": 1e-10},
+    "small-writes": {"write_keys": 1e-10},
+}
+
+
+def extreme(factors: dict[str, float], **settings) -> Problem:
+    sizes = {"lengths": (70,), "H": 1, "group": 2, "K": 19, "V": 6}
+    problem = make(Config(**sizes | settings, retention="head", initial_state=True))
+    problem.tensors["write_keys"] = problem.tensors["write_keys"] * factors.get("k", 1.0)
+    for name, factor in factors.items():
+        problem.tensors[name] = problem.tensors[name] * factor
+    return problem
+
+
+@every_backend
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+@pytest.mark.parametrize("factors", EXTREMES.values(), ids=EXTREMES.keys())
+def test_tiny_and_huge_inputs_agree(backend, decay, factors):
+    problem = extreme(factors, decay=decay)
+    want = answer(delta_rule, problem, "reference", torch.float64)
+    agrees(delta_rule, problem, backend, torch.float32, want)
+
+
+@every_backend
+@pytest.mark.parametrize("size", [1e-20, 1e-10, 1e10])
+def test_keys_of_any_size_precondition_alike(backend, size):
+    problem = extreme({"k": size})
+    want = answer(precondition_keys, problem, "reference", torch.float64)
+    agrees(precondition_keys, problem, backend, torch.float32, want)

@@ -1,6 +1,8 @@
 """Malformed arguments are refused with a message that names them, and with nothing worse."""
 
 import inspect
+import warnings
+from functools import cache
 
 import hypothesis.strategies as st
 import numpy as np
@@ -8,8 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from osdn.ops import available_backends, delta_rule, newton_keys, precondition_keys
-from tests.ops.problems import OPERATORS, Config, make
+from osdn.ops import (
+    available_backends,
+    delta_rule,
+    newton_keys,
+    operators,
+    precondition_keys,
+)
+from tests.ops.problems import OPERATORS, Config, answer, assert_close, make
 
 TENSORS = (
     "q", "k", "v", "beta", "gain", "write_keys", "log_decay", "retention", "center", "initial_state",
@@ -210,3 +218,34 @@ def test_numbers_of_numpy_are_numbers():
     got = precondition_keys(k, beta, eta=np.float64(0.25), bounds=(np.float32(0.5), np.int64(2)))
     want = precondition_keys(k, beta, eta=0.25, bounds=(0.5, 2.0))
     assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("backend", available_backends())
+def test_a_positive_log_decay_is_warned_of_once(backend, monkeypatch):
+    monkeypatch.setattr(operators, "_warn_of_growth", cache(operators._warn_of_growth.__wrapped__))
+    x, beta = torch.randn(1, 5, 2, 4), torch.rand(1, 5, 2)
+    log_decay = torch.zeros(1, 5, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        delta_rule(x, x, x, beta, log_decay=log_decay, backend=backend)
+    log_decay[0, 3, 1] = 0.01
+    with pytest.warns(UserWarning, match="is a minus sign missing") as caught:
+        delta_rule(x, x, x, beta, log_decay=log_decay, backend=backend)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        delta_rule(x, x, x, beta, log_decay=log_decay, backend=backend)
+
+
+@pytest.mark.parametrize("backend", available_backends())
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_a_state_may_grow_by_a_moderate_factor(backend, decay):
+    problem = make(Config((70,), decay=decay, initial_state=True))
+    problem.tensors["log_decay"] *= -10  # up to a factor of e per token
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got, want = (
+            answer(delta_rule, problem, name, dtype)
+            for name, dtype in ((backend, torch.float32), ("reference", torch.float64))
+        )
+    assert_close(got, want, outputs=1e-5, gradients=1e-4)

@@ -27,6 +27,7 @@ def sick_part(x: torch.Tensor, per_token: bool, packed: bool) -> torch.Tensor:
     return mask
 
 
+@pytest.mark.filterwarnings("ignore:log_decay has elements above 0")
 @pytest.mark.parametrize("backend", available_backends())
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", ["head", "channel"])

@@ -146,6 +146,36 @@ def test_one_output_alone_can_be_differentiated(backend, operator, block, used):
 
 
 @every_backend
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_state_that_overflows_does_not_reach_the_gradients_of_the_scale(backend, packed):
+    """Phase 1 knows nothing of the state, so neither does a loss on the final scale."""
+    p = make(Config((70, 70), packed=packed, group=2, K=9, V=7, retention="channel", initial_scale="each"))
+    t, options = p.arguments(online_scaled_delta_rule)
+    found = []
+    for size in (1.0, 1e38):  # of the values, whose sums overflow
+        leaves = fresh(t | {"v": t["v"] * size})
+        o, _, scale = online_scaled_delta_rule(**leaves, **options, backend=backend)
+        found.append(gradients(weighted_sum([scale]), leaves))
+    assert not o.isfinite().all()
+    for name, want in found[0].items():
+        assert torch.equal(found[1][name], want), name
+
+
+@every_backend
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
+def test_queries_do_not_reach_the_gradients_of_the_state(backend, poison):
+    t, options = problem().arguments(online_scaled_delta_rule)
+    found = []
+    for value in (0.0, poison):
+        leaves = fresh(t | {"q": torch.full_like(t["q"], value)})
+        _, state, scale = online_scaled_delta_rule(**leaves, **options, backend=backend)
+        found.append(gradients(weighted_sum([state, scale]), leaves))
+    for name, want in found[0].items():
+        assert torch.equal(found[1][name], want), name
+    assert found[1]["grad_q"].eq(0).all()
+
+
+@every_backend
 @every_rule
 def test_only_what_asks_for_a_gradient_gets_one(backend, operator, block):
     t, options = problem(block=block).arguments(operator)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from osdn.training.data import load_source, load_tokenizer, stdlib_documents, tokenize, train_tokenizer
+from osdn.training.packing import PackedRows, Pieces
 
 TEXTS = ["first", "zwei\nlines", "", "trois"]
 
@@ -55,6 +56,45 @@ def test_a_source_that_is_not_there_or_not_text_is_told(files, tmp_path):
         load_source(str(tmp_path / "empty"))
     with pytest.raises(ValueError, match="several formats, json, parquet, text"):
         load_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.jsonl", ""), ("a.jsonl", "\n"), ("a.json", "[]"), ("a.parquet", ""), ("a.parquet", None),
+])  # fmt: skip
+def test_a_source_without_documents_is_told(tmp_path, name, content, streaming):
+    if content is None:
+        Dataset.from_dict({"text": []}).to_parquet(tmp_path / name)
+    else:
+        (tmp_path / name).write_text(content)
+
+    def read():
+        data = load_source(str(tmp_path / name), streaming=streaming)
+        return next(iter(PackedRows(Pieces(data, load_tokenizer("bytes"), 9, 0), 4)))
+
+    with pytest.raises(ValueError, match=r"no documents|0 bytes|has the columns"):
+        read()
+
+
+@pytest.mark.parametrize("content", ['{"text": "a"}\n{"te', "3\n4\n"])
+def test_a_source_that_cannot_be_read_is_named(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=r"a\.jsonl, which cannot be read as json: JSON parse error"):
+        load_source(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("value", [None, 3, ["a"]])
+@pytest.mark.parametrize("other", ["text", None])
+def test_a_document_that_is_not_text_is_told(tmp_path, value, other, streaming):
+    rows = [{"text": other if other is not None else value}, {"text": value}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"a document is .*, which is not text"):
+        list(
+            tokenize(load_source(str(tmp_path / "a.jsonl"), streaming=streaming), load_tokenizer("bytes"), 9)
+        )
+    with pytest.raises(ValueError, match=r"a document is .*, which is not text"):
+        train_tokenizer((row["text"] for row in load_source(str(tmp_path / "a.jsonl"))), 300)
 
 
 def test_the_standard_library_splits_by_file_and_always_in_the_same_way():

@@ -12,6 +12,7 @@ from osdn.training.checkpoints import convert, is_sharded
 from osdn.training.monitor import Metrics
 from osdn.training.settings import load_settings
 from osdn.training.trainer import train
+from tests.training import hostile
 from tests.training.conftest import start
 
 pytestmark = pytest.mark.slow
@@ -21,6 +22,7 @@ def run_in_two_processes(config):
     process = start(config, processes=2)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
+    return output
 
 
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp2"])
@@ -41,8 +43,11 @@ def test_two_processes_follow_the_loss_curve_of_one(write_config, tmp_path, para
         assert x["loss"] == pytest.approx(y["loss"], rel=2e-5)
         assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=2e-3)
         assert x["tokens"] == y["tokens"]
-        assert x.get("validation_loss") == pytest.approx(y.get("validation_loss"), rel=2e-5)
-    assert [x["step"] for x in a if "validation_loss" in x] == [5, 10, 12]
+    one, two = (
+        {x["step"]: x["validation_loss"] for x in lines if "validation_loss" in x} for lines in (a, b)
+    )
+    assert list(one) == [5, 10, 12]
+    assert one == pytest.approx(two, rel=2e-5)
 
     checkpoint = tmp_path / "two" / "checkpoint-8"
     assert is_sharded(checkpoint) == (parallelism == "fsdp2")
@@ -64,6 +69,24 @@ def test_two_processes_continue_where_they_were(write_config, tmp_path, parallel
     after = load_file(run / "model" / "model.safetensors")
     for name in before:
         assert torch.equal(before[name], after[name]), name
+
+
+def test_shards_that_would_run_code_are_not_run_and_the_checkpoint_before_them_continued(
+    write_config, tmp_path
+):
+    config = write_config("two", training={"parallelism": "fsdp2"})
+    run_in_two_processes(config)
+    run, proof = tmp_path / "two", tmp_path / "proof"
+    before = load_file(run / "model" / "model.safetensors")
+    for file in ("pytorch_model_fsdp_0/.metadata", "optimizer_0/__1_0.distcp", "rng_state_1.pth"):
+        shutil.rmtree(run / "model")
+        hostile.poison(run / "checkpoint-12" / file, proof)
+        hostile.sign(run / "checkpoint-12")
+        assert "checkpoint-12 is damaged" in run_in_two_processes(config)
+        assert not proof.exists()
+        after = load_file(run / "model" / "model.safetensors")
+        for name in before:
+            assert torch.equal(before[name], after[name]), name
 
 
 def test_one_process_continues_what_two_began(write_config, tmp_path):

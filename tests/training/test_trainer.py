@@ -1,18 +1,21 @@
 """Runs of the small model: they learn, continue exactly, and fail with a sentence."""
 
+import errno
+import fcntl
 import json
 import logging
 import math
+import os
 import resource
 import shutil
 from dataclasses import asdict
 from datetime import datetime
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,6 +30,7 @@ from osdn.training.memory import activation_bytes, check_memory
 from osdn.training.monitor import Metrics, measure
 from osdn.training.settings import load_settings
 from osdn.training.trainer import PackedTrainer, TrainingError, train
+from tests.training import hostile
 from tests.training.conftest import CONFIG
 
 
@@ -143,6 +147,117 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_continued(
     assert weights(run) == weights(whole)
 
 
+def test_a_checkpoint_that_is_damaged_again_does_not_block_the_run(write_config, whole, tmp_path):
+    settings, run = load_settings(write_config()), shutil.copytree(whole, tmp_path / "run")
+    for _ in range(2):
+        shutil.rmtree(run / "model")
+        (run / "checkpoint-12" / "scheduler.pt").write_bytes(b"")
+        train(settings)
+        assert weights(run) == weights(whole)
+    assert {path.name for path in run.glob("damaged-*")} == {
+        "damaged-checkpoint-12",
+        "damaged-checkpoint-12-2",
+    }
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_file_that_would_run_code_is_not_run_and_the_checkpoint_before_it_continued(
+    write_config, whole, tmp_path, caplog, file
+):
+    run = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(run / "model")
+    settings = load_settings(write_config())
+    hostile.poison(run / "checkpoint-12" / file, tmp_path / "proof")
+    hostile.sign(run / "checkpoint-12")
+    with caplog.at_level(logging.WARNING):
+        train(settings)
+    assert f"checkpoint-12 is damaged ({file}: " in caplog.text
+    assert weights(run) == weights(whole)
+    assert not (tmp_path / "proof").exists()
+
+
+def test_a_checkpoint_that_does_not_fit_the_model_is_told(write_config, whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoint-12")
+    torch.save({"state": {}, "param_groups": []}, run / "checkpoint-8" / "optimizer.pt")
+    hostile.sign(run / "checkpoint-8")
+    with pytest.raises(TrainingError, match=r"checkpoint-8 cannot be loaded .*move it away to continue"):
+        train(load_settings(write_config()))
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
+def test_a_damaged_result_is_put_aside_and_made_again(write_config, whole, tmp_path, caplog, how):
+    run = shutil.copytree(whole, tmp_path / "run")
+    file = run / "model" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    if how == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(content if how == "flip" else content[:-1])
+    with caplog.at_level(logging.WARNING):
+        train(load_settings(write_config()))
+    assert "model is damaged (model.safetensors is" in caplog.text
+    assert weights(run) == weights(whole)
+    assert (run / "damaged-model").is_dir()
+
+
+def test_a_damaged_result_without_a_checkpoint_is_told(write_config, whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    for checkpoint in run.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    train(load_settings(write_config()))  # a whole result needs no checkpoint
+    (run / "model" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"model is damaged, and there is no checkpoint to continue from"):
+        train(load_settings(write_config()))
+    assert len(Metrics.read(run)) == 12
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_is_not_continued_on_other_data(write_config, corpus, tmp_path, streaming):
+    text = corpus.read_text()
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text(text)
+    data = {"source": str(documents), "streaming": streaming}
+    settings = load_settings(write_config(data=data, training={"steps": 4}, checkpoints={"every": 2}))
+    train(settings)
+    run = tmp_path / "run"
+    before = weights(run)
+    for gone in ("model", "checkpoint-4"):
+        shutil.rmtree(run / gone)
+    documents.write_text(text.replace("a", "b", 1))
+    with pytest.raises(ValueError, match=r"data has changed since .*checkpoint-2 was written"):
+        train(settings)
+    documents.write_text(text)  # later than before, and the same
+    train(settings)
+    assert weights(run) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"model: {", b"data: 3\n", b"model: {}\ndata: {}\n", b"\xff", b"7"])
+def test_a_damaged_config_is_told(write_config, whole, tmp_path, content):
+    run = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(run / "model")
+    (run / "config.yaml").write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"config.yaml is damaged.* remove the file and run the same command"
+    ):
+        train(load_settings(write_config()))
+    (run / "config.yaml").unlink()
+    train(load_settings(write_config()))
+    assert weights(run) == weights(whole)
+
+
+def test_damaged_metrics_do_not_stop_a_run(write_config, whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    for gone in ("model", "checkpoint-12"):
+        shutil.rmtree(run / gone)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'7\n{}\n\xff\n{"step": "x"}\n{"step": 13')
+    train(load_settings(write_config()))
+    assert [line["step"] for line in Metrics.read(run)] == list(range(1, 13))
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_silently_started_anew(write_config, tmp_path):
     settings = load_settings(write_config(training={"steps": 1}))
     train(settings)
@@ -212,12 +327,23 @@ def test_a_finished_run_can_be_extended_and_says_what_that_does_to_its_schedule(
         train(load_settings(run / "config.yaml", ["training.steps=12"]))
 
 
+def test_a_run_extended_within_its_warm_up_is_that_of_the_larger_length(
+    write_config, whole, caplog, tmp_path
+):
+    train(load_settings(write_config(training={"steps": 2})))
+    with caplog.at_level(logging.WARNING):
+        train(load_settings(write_config()))
+    assert "extending" not in caplog.text
+    assert weights(tmp_path / "run") == weights(whole)
+    assert json.loads((tmp_path / "run" / "training.json").read_text())["extensions"] == []
+
+
 def test_a_model_without_a_checkpoint_is_neither_extended_nor_trained_anew(write_config, tmp_path):
     train(load_settings(write_config(training={"steps": 2})))
     run = tmp_path / "run"
     before = weights(run)
     shutil.rmtree(run / "checkpoint-2")
-    with pytest.raises(ValueError, match="has a model but no checkpoint to continue from"):
+    with pytest.raises(ValueError, match="is there, and there is no checkpoint to continue from"):
         train(load_settings(write_config(training={"steps": 4})))
     (run / "training.json").unlink()
     train(load_settings(write_config(training={"steps": 2})))
@@ -276,6 +402,28 @@ def test_validation_does_not_disturb_training(validated, write_config, tmp_path)
     assert torch.equal(*random)
 
 
+def test_the_time_of_validation_is_not_that_of_training(write_config, monkeypatch, tmp_path):
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self):
+            self.now += 1
+            return self.now
+
+    clock, forward = Clock(), OSDNForCausalLM.forward
+
+    @wraps(forward)
+    def slow_to_validate(self, *args, **kwargs):
+        clock.now += 0 if self.training else 1000
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(OSDNForCausalLM, "forward", slow_to_validate)
+    train(load_settings(write_config(**HELD_OUT, training={"steps": 6})))
+    assert clock.now > 2 * 6 * 1000  # after step 5 and at the end, on six rows
+    assert all(0 < line["seconds"] < 10 for line in Metrics.read(tmp_path / "run"))
+
+
 def test_diagnostics_do_not_see_the_validation(validated, write_config, tmp_path):
     train(load_settings(write_config(data=HELD_OUT["data"], logging={"diagnostics_every": 5})))
     expected, found = (
@@ -306,7 +454,7 @@ def test_a_run_with_validation_continues_to_the_same_weights_and_losses(validate
 
 
 @pytest.mark.parametrize(
-    ("split", "message"), [("test", "validation.split is 'test': "), ("train[:0%]", "no data")]
+    ("split", "message"), [("test", "validation.split is 'test': "), ("train[:0%]", "it has no documents")]
 )
 def test_a_split_that_cannot_be_validated_on_is_reported_before_anything_is_written(
     write_config, split, message, tmp_path
@@ -355,12 +503,25 @@ def test_a_run_starts_with_a_header(write_config, capsys, tmp_path):
     assert "continues from step 2\n" in capsys.readouterr().err
 
 
-def test_a_directory_is_trained_in_by_one_process(write_config, tmp_path):
-    settings = load_settings(write_config(training={"steps": 2}))
-    (tmp_path / "run").mkdir()
-    held = FileLock(tmp_path / "run" / ".lock")
-    with held, pytest.raises(ValueError, match="run is being trained by another process"):
-        train(settings)
+@pytest.mark.parametrize("directories_can_be_locked", [True, False])
+def test_a_directory_is_trained_in_by_one_process(
+    write_config, tmp_path, monkeypatch, directories_can_be_locked
+):
+    settings, run = load_settings(write_config(training={"steps": 2})), tmp_path / "run"
+    if not directories_can_be_locked:
+        lock = fcntl.flock
+
+        def flock(descriptor, how):
+            if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+                raise OSError(errno.EBADF, "as NFS says")
+            lock(descriptor, how)
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+    with module._alone(run):
+        if directories_can_be_locked:
+            (run / ".lock").unlink(missing_ok=True)
+        with pytest.raises(ValueError, match="run is being trained by another process"):
+            train(settings)
     train(settings)
 
 

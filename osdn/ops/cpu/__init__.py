@@ -7,6 +7,7 @@ is watching, as in decoding, the kernel is called directly.
 
 import ctypes
 import math
+import re
 import struct
 import warnings
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from osdn.ops.cpu.build import BuildError, library
 
 SPAN = 64  # tokens between two checkpoints, as in kernels.cpp
 
-# `struct Call` in heads.h: these pointers, then 12 integers and 8 numbers.  What phase 1 carries from token
-# to token is called the scale, whatever the rule.
+# `struct Call` in heads.h: these pointers, then integers, then numbers.  What phase 1 carries from token to
+# token is called the scale, whatever the rule.
 POINTERS = (
     *("q", "k", "v", "beta", "write_keys", "log_decay", "retention", "initial_scale", "initial_state"),
     *("gain", "center", "cu_seqlens", "out", "final_state", "final_scale"),
@@ -32,7 +33,12 @@ POINTERS = (
     *("grad_q", "grad_k", "grad_v", "grad_beta", "grad_write_keys", "grad_log_decay", "grad_retention"),
     *("grad_initial_scale", "grad_initial_state", "grad_gain", "grad_center"),
 )
-CALL = struct.Struct(f"{len(POINTERS)}q12q8d")
+INTEGERS = (
+    *("N", "T", "H", "HV", "K", "V"),
+    *("decay_kind", "retention_kind", "rule", "block", "beta_aware", "threads"),
+)
+NUMBERS = ("eta", "low", "high", "eps", "prior", "log_squash", "constant_retention", "scale")
+CALL = struct.Struct(f"{len(POINTERS) + len(INTEGERS)}q{len(NUMBERS)}d")
 
 
 @cache
@@ -49,12 +55,22 @@ def available(dtype: torch.dtype = torch.float32) -> bool:
 @cache
 def _kernels(dtype: torch.dtype) -> dict[str, Callable[[bytes], int]]:
     compiled = library("double" if dtype == torch.float64 else "float")
+    _check_layout(compiled)
     functions = {}
     for name in ("forward", "backward", "precondition", "precondition_back"):
         function = getattr(compiled, f"osdn_{name}")
         function.argtypes = [ctypes.c_char_p]
         functions[name] = function
     return functions
+
+
+def _check_layout(compiled: ctypes.CDLL) -> None:
+    """A call is packed as the library reads it; a field out of place would be a wild pointer."""
+    size = ctypes.c_int64.in_dll(compiled, "osdn_call_size").value
+    declaration = ctypes.c_char_p(ctypes.addressof(ctypes.c_char.in_dll(compiled, "osdn_call"))).value
+    fields = re.findall(r"(\w+)\s*[,;]", (declaration or b"").decode())
+    if (size, fields) != (CALL.size, [*POINTERS, *INTEGERS, *NUMBERS]):
+        raise RuntimeError("struct Call in osdn/ops/cpu/heads.h and the fields in osdn/ops/cpu differ")
 
 
 class Numbers(NamedTuple):
@@ -248,18 +264,41 @@ def _symmetric(grad: Tensor | None, block: int) -> Tensor | None:
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     watched.refuse_batched("cpu", grads)
-    saved = ctx.saved_tensors
-    k, v = saved[1:3]
     grad_out, grad_final_state, grad_final_scale = grads[:3]
-    if grad_out is None:
-        grad_out = torch.zeros_like(v)
     grad_final_scale = _symmetric(grad_final_scale, int(ctx.numbers[1]))
+    # What the loss does not depend on gets no gradient: zero times an overflow would be NaN.
+    if grad_out is None and grad_final_state is None:
+        return _scale_backward(ctx, grad_final_scale)
+    q, k, v, *others = ctx.saved_tensors
+    unread = grad_out is None
+    if unread:
+        q, grad_out = torch.zeros_like(q), torch.zeros_like(v)
+    saved = (q, k, v, *others)
     made = _delta_rule_backward(*saved, grad_out, grad_final_state, grad_final_scale, ctx.numbers)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
-    result[0], result[1] = _sum_groups(made[0], k.shape[2]), _sum_groups(made[1], k.shape[2])
+    result[0] = None if unread else _sum_groups(made[0], k.shape[2])
+    result[1] = _sum_groups(made[1], k.shape[2])
     if result[10] is not None:
         result[10] = result[10].sum(0)
     return (*result, None, None, None)
+
+
+def _scale_backward(ctx: Any, grad_final_scale: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The backward of a loss that sees the final scale alone: phase 1's."""
+    if grad_final_scale is None:  # it sees nothing, or there is no phase 1
+        return (None,) * 14
+    _, k, _, beta, _, _, retention, initial, _, gain, center, cu_seqlens, _, _, checkpoints = (
+        ctx.saved_tensors
+    )
+    inputs = (k, beta if gain is None else gain, retention, initial, center)
+    made = _precondition_keys_backward(*inputs, cu_seqlens, checkpoints, None, grad_final_scale, ctx.numbers)
+    grads = [g if x is not None else None for g, x in zip(made, inputs)]
+    grad_k, (_, gate, grad_retention, grad_initial, grad_center) = _sum_groups(made[0], k.shape[2]), grads
+    grad_beta, grad_gain = (gate, None) if gain is None else (None, gate)
+    if grad_center is not None:
+        grad_center = grad_center.sum(0)
+    phase1 = (grad_retention, grad_initial, None, grad_gain, grad_center)
+    return (None, grad_k, None, grad_beta, None, None, *phase1, None, None, None)
 
 
 _delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
@@ -397,7 +436,7 @@ def _precondition_keys_backward(
     center: Tensor | None,
     cu_seqlens: Tensor | None,
     checkpoints: Tensor,
-    grad_write_keys: Tensor,
+    grad_write_keys: Tensor | None,
     grad_final_scale: Tensor | None,
     numbers: list[float],
 ) -> list[Tensor]:
@@ -440,14 +479,11 @@ def _save_precondition(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 def _precondition_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     watched.refuse_batched("cpu", grads)
     saved = ctx.saved_tensors
-    k, beta = saved[:2]
     grad_w, grad_final_scale = grads[:2]
-    if grad_w is None:
-        grad_w = k.new_zeros(*beta.shape, k.shape[3])
     grad_final_scale = _symmetric(grad_final_scale, int(ctx.numbers[1]))
     made = _precondition_keys_backward(*saved, grad_w, grad_final_scale, ctx.numbers)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
-    result[0] = _sum_groups(made[0], k.shape[2])
+    result[0] = _sum_groups(made[0], saved[0].shape[2])
     if result[4] is not None:
         result[4] = result[4].sum(0)
     return (*result, None, None, None)

@@ -18,7 +18,6 @@ struct BackwardSpan {
     R *grad_d;                    // the gradient of phase 1's state
     R *keys, *queries, *writes;   // [SPAN, Kp]: without decays, queries times the output's scale
     R *kept;                      // [SPAN + 1, ...]: what phase 1 keeps of each token, first the state before it
-    R *own;                       // phase 1's own memory
     R *grad_keys, *grad_writes;   // [SPAN, Kp]
     R *grad_rows;                 // [TILES, 3, Kp, C]: gradients of k̂, q̂, ŵ, transposed
     R *grad_scores;               // [TILES, 2 C, C]: gradients of A, then of Q
@@ -31,22 +30,26 @@ struct BackwardSpan {
 
     BackwardSpan(const Head<R>& h, Phase1<R>& phase1) : head(h) {
         const int64_t K = h.K, Kp = h.Kp, Vp = round_up(h.V, BLOCK<R>), tile = Tile<R, C>::size(h.Kp);
-        const int64_t sizes[] = {K * Vp,         phase1.scratch_size(),
-                                 phase1.size(),  SPAN * Kp,
-                                 SPAN * Kp,      SPAN * Kp,
-                                 (SPAN + 1) * phase1.kept_size(), SPAN * Kp, SPAN * Kp,
-                                 TILES * 3 * Kp * C, TILES * 2 * C * C,
-                                 TILES * K * C,  SPAN * C,
-                                 TILES * K * BLOCK<R>, TILES * 3 * C * Vp,
-                                 C * BLOCK<R>,   3 * C * BLOCK<R>};
-        R** const places[] = {&grad_state, &own, &grad_d, &keys, &queries, &writes, &kept, &grad_keys, &grad_writes,
-                              &grad_rows, &grad_scores, &grad_decay, &grad_beta, &states, &values,
-                              &u, &columns_first};
-        int64_t bytes = 64 * TILES;
-        for (int64_t n : sizes) bytes += n * sizeof(R) + 64;
-        scratch.reserve(bytes + TILES * tile * sizeof(R));
-        for (int i = 0; i < 17; i++) *places[i] = scratch.take<R>(sizes[i]);
-        for (auto& x : tiles) x.place(scratch.take<R>(tile), h.Kp);
+        R *rows, *own;
+        scratch.divide<R>({{&grad_state, K * Vp},
+                           {&own, phase1.scratch_size()},
+                           {&grad_d, phase1.size()},
+                           {&keys, SPAN * Kp},
+                           {&queries, SPAN * Kp},
+                           {&writes, SPAN * Kp},
+                           {&kept, (SPAN + 1) * phase1.kept_size()},
+                           {&grad_keys, SPAN * Kp},
+                           {&grad_writes, SPAN * Kp},
+                           {&grad_rows, TILES * 3 * Kp * C},
+                           {&grad_scores, TILES * 2 * C * C},
+                           {&grad_decay, TILES * K * C},
+                           {&grad_beta, SPAN * C},
+                           {&states, TILES * K * BLOCK<R>},
+                           {&values, TILES * 3 * C * Vp},
+                           {&u, C * BLOCK<R>},
+                           {&columns_first, 3 * C * BLOCK<R>},
+                           {&rows, TILES * tile}});
+        for (int i = 0; i < TILES; i++) tiles[i].place(rows + i * tile, h.Kp);
         phase1.take(own);
     }
 

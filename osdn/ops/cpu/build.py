@@ -1,9 +1,10 @@
 """Compiles kernels.cpp on first use and keeps the result.
 
 The library has no dependency but OpenMP, so one compiler call of a few seconds makes it.  It is cached under
-a name that is a digest of the source, the compiler, its flags and the CPU, and is moved into place in one
-step: processes that compile at once, an upgraded compiler or a home directory shared by different machines
-cannot mix up each other's files.
+a name that is a digest of the source, the compiler, its flags and the CPU, so that an upgraded compiler or a
+home directory shared by different machines cannot mix up each other's files.  What is loaded runs with the
+user's rights: the cache must be a folder that only the user can write to, and a library must match the
+SHA-256 that was stored when it was compiled.
 """
 
 import ctypes
@@ -11,33 +12,51 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from filelock import FileLock, Timeout
 
-FOLDER = Path(__file__).parent
+SOURCES = Path(__file__).parent
 FLAGS = ["-O2", "-march=native", "-std=gnu++17", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared"]
+TIMEOUT = 600  # seconds; a compiler that takes longer hangs
+BUILDS = "build-"  # how the names of temporary folders begin
 
 
 class BuildError(RuntimeError):
     """Why there is no compiled library, in a sentence the user can act on."""
 
 
+class Cache(NamedTuple):
+    """The folder of compiled libraries, open and found to be the user's own."""
+
+    path: Path  # as the user and the compiler know it
+    held: Path  # by its descriptor: still the checked folder when somebody renames things on the way to it
+
+
 def library(real: str) -> ctypes.CDLL:
     """The kernels for `real`, "float" or "double": from the cache, else compiled now."""
+    if os.name != "posix":
+        raise BuildError("they need Linux or macOS")
     compiler = _compiler()
     flags = [*FLAGS, f"-DREAL={real}", *os.environ.get("OSDN_CXXFLAGS", "").split(), *_openmp_runtime()]
-    path = _cache() / f"kernels-{real}-{_digest(compiler, flags)}.so"
-    if not path.exists():
-        _compile(compiler, flags, path, real)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"{path} cannot be loaded ({error}); delete it to have it made again") from error
+    name = f"kernels-{real}-{_digest(compiler, flags)}.so"
+    with _open_cache() as cache:
+        try:
+            if not _is_whole(cache, name):
+                _make(cache, name, compiler, flags, real)
+            return ctypes.CDLL(str(cache.held / name))
+        except OSError as error:
+            raise BuildError(f"{cache.path} cannot be used ({error}); set XDG_CACHE_HOME") from error
 
 
 def _compiler() -> str:
@@ -57,31 +76,11 @@ def _openmp_runtime() -> list[str]:
     return [str(bundled[0]), f"-Wl,-rpath,{bundled[0].parent}"] if bundled else []
 
 
-def _cache() -> Path:
-    try:
-        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "osdn"
-    except RuntimeError as error:
-        raise BuildError("there is no home directory for the compiled kernels; set XDG_CACHE_HOME") from error
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BuildError(f"the cache {path} cannot be created ({error}); set XDG_CACHE_HOME") from error
-    return path
-
-
 def _digest(compiler: str, flags: list[str]) -> str:
     version = _run([compiler, "--version"]).stdout
-    parts = [*(file.read_text(encoding="utf-8") for file in _sources()), compiler, version, *flags, *_cpu()]
+    sources = [*sorted(SOURCES.glob("*.h")), SOURCES / "kernels.cpp"]
+    parts = [*(file.read_text(encoding="utf-8") for file in sources), compiler, version, *flags, *_cpu()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
-    """A compiler's words may be in any encoding."""
-    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
-
-
-def _sources() -> list[Path]:
-    return [*sorted(FOLDER.glob("*.h")), FOLDER / "kernels.cpp"]
 
 
 def _cpu() -> list[str]:
@@ -94,18 +93,117 @@ def _cpu() -> list[str]:
     return sorted({line for line in lines if line.split("\t")[0].strip(" :") in keys})
 
 
-def _compile(compiler: str, flags: list[str], path: Path, real: str) -> None:
-    print(f"osdn: compiling the {real} CPU kernels into {path.parent}", end="", file=sys.stderr, flush=True)
-    start = time.perf_counter()
+def _run(command: list[str], **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Runs a compiler, whose words may be in any encoding, and stops all of its processes if it hangs."""
+    with subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=TIMEOUT)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise BuildError(f"{command[0]} did not finish in {TIMEOUT} s; set CXX to another") from error
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@contextmanager
+def _open_cache() -> Iterator[Cache]:
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            command = [compiler, str(FOLDER / "kernels.cpp"), *flags, "-o", str(made)]
-            done = _run(command)
-            if done.returncode:
-                raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
-            os.replace(made, path)  # atomic: a reader sees a whole file or none
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "osdn"
+    except RuntimeError as error:
+        raise BuildError("there is no home directory for the compiled kernels; set XDG_CACHE_HOME") from error
+    if not path.is_absolute():
+        raise BuildError(f"the cache {path} is a relative path; set XDG_CACHE_HOME to an absolute one")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise BuildError(f"{path.parent} cannot be written ({error}); set XDG_CACHE_HOME") from error
+        raise BuildError(f"the cache {path} cannot be created ({error}); set XDG_CACHE_HOME") from error
+    try:
+        _check_owner(path, os.fstat(folder))
+        held = Path(f"/proc/self/fd/{folder}")
+        yield Cache(path, held if held.exists() else path)
     finally:
+        os.close(folder)
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), 0):  # root could do anything anyway
+        raise BuildError(
+            f"{path} belongs to another user (uid {status.st_uid}), who could plant code there; "
+            "delete it, or set XDG_CACHE_HOME to a folder of your own"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(
+            f"{path} is writable by other users, who could plant code there; delete it, or `chmod go-w` it "
+            "if you know that nobody did"
+        )
+
+
+def _is_whole(cache: Cache, name: str) -> bool:
+    """Whether the library is there as it was compiled: a cut one would kill the process when it is run."""
+    contents, digest = _read(cache, name), _read(cache, f"{name}.sha256")
+    return contents is not None and digest == _checksum(name, contents)
+
+
+def _read(cache: Cache, name: str) -> bytes | None:
+    try:
+        with open(cache.held / name, "rb") as file:
+            _check_owner(cache.path / name, os.fstat(file.fileno()))
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def _checksum(name: str, contents: bytes) -> bytes:
+    """A line for `sha256sum --check`."""
+    return f"{hashlib.sha256(contents).hexdigest()}  {name}\n".encode()
+
+
+def _make(cache: Cache, name: str, compiler: str, flags: list[str], real: str) -> None:
+    """Compiles a library into the cache; of several processes one does it and the others wait."""
+    try:
+        with FileLock(cache.held / "lock", timeout=2 * TIMEOUT):
+            if _is_whole(cache, name):  # made while we waited
+                return
+            for left in cache.held.glob(f"{BUILDS}*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            contents = _compile(cache, compiler, flags, real)
+            _write(cache, f"{name}.sha256", _checksum(name, contents))
+            _write(cache, name, contents)
+    except Timeout as error:
+        raise BuildError(f"another process has held {cache.path / 'lock'} for {2 * TIMEOUT} s") from error
+
+
+def _compile(cache: Cache, compiler: str, flags: list[str], real: str) -> bytes:
+    print(f"osdn: compiling the {real} CPU kernels into {cache.path}", end="", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    folder = Path(tempfile.mkdtemp(prefix=BUILDS, dir=cache.held)).name
+    try:
+        made = cache.path / folder / "kernels.so"
+        command = [compiler, str(SOURCES / "kernels.cpp"), *flags, "-o", str(made)]
+        done = _run(command, TMPDIR=str(made.parent))
+        if done.returncode:
+            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
+        return (cache.held / folder / made.name).read_bytes()
+    finally:
+        shutil.rmtree(cache.held / folder, ignore_errors=True)
         print(f" ({time.perf_counter() - start:.1f} s)", file=sys.stderr)
+
+
+def _write(cache: Cache, name: str, contents: bytes) -> None:
+    """All of a file or nothing.  A kill leaves at most the part, which the next attempt writes over."""
+    part = cache.held / f"{name}.part"
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(contents)
+        file.flush()
+        os.fsync(file.fileno())  # else a power failure can leave the name without the contents
+    os.replace(part, cache.held / name)

@@ -51,12 +51,12 @@ void forward_head(const Head<R>& head, int first, int last, bool owner) {
     const int K = head.K, Kp = head.Kp, V = head.V;
     constexpr int TILES = C == 1 ? 1 : SPAN / C;  // a single token is a span of its own
     Phase1<R> phase1(head);
-    scratch.reserve(sizeof(R) * (int64_t(K) * round_up(last - first, W<R>) + phase1.size() + phase1.scratch_size() +
-                                 TILES * Tile<R, C>::size(Kp)) + 512);
-    phase1.take(scratch.take<R>(phase1.scratch_size()));
-    R* S = scratch.take<R>(int64_t(K) * round_up(last - first, W<R>));
-    R* d = scratch.take<R>(phase1.size());
-    R* rows = scratch.take<R>(TILES * Tile<R, C>::size(Kp));
+    R *S, *d, *rows, *own;
+    scratch.divide<R>({{&S, int64_t(K) * round_up(last - first, W<R>)},
+                       {&d, phase1.size()},
+                       {&rows, TILES * Tile<R, C>::size(Kp)},
+                       {&own, phase1.scratch_size()}});
+    phase1.take(own);
     Tile<R, C> tiles[TILES];
     for (int i = 0; i < TILES; i++) tiles[i].place(rows + i * Tile<R, C>::size(Kp), Kp);
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <initializer_list>
 #include <new>
 
 #include "simd.h"
@@ -11,8 +12,14 @@
 #include <sanitizer/asan_interface.h>
 #endif
 
-// What Python packs for a call: native 8-byte fields in this order.  A null pointer is an absent tensor.
-struct Call {
+// What Python packs for a call: native 8-byte fields in this order.  A null pointer is an absent tensor.  The
+// declaration is kept as text, too: Python compares it with its own list of the fields.
+#define DECLARE_CALL(...)         \
+    struct Call {                 \
+        __VA_ARGS__               \
+    };                            \
+    extern "C" const char osdn_call[] = #__VA_ARGS__;
+DECLARE_CALL(
     // inputs
     const void *q, *k, *v, *beta, *write_keys, *log_decay, *retention, *initial_scale, *initial_state, *gain, *center;
     const int64_t* cu_seqlens;  // [N + 1] on the host, or null: N sequences of T tokens each
@@ -28,8 +35,8 @@ struct Call {
     int64_t N, T, H, HV, K, V;
     int64_t decay_kind, retention_kind;  // 0: none or a constant, 1: per head, 2: per channel (or block)
     int64_t rule, block, beta_aware, threads;
-    double eta, low, high, eps, prior, log_squash, constant_retention, scale;
-};
+    double eta, low, high, eps, prior, log_squash, constant_retention, scale;)
+extern "C" const int64_t osdn_call_size = sizeof(Call);
 // The rule of phase 1; "scale" stands for the state that any of them carries.
 enum { NONE = 0, SCALING = 1, NEWTON = 2, SQUASH = 3 };
 
@@ -39,40 +46,53 @@ constexpr int SPAN = 64;  // tokens between two checkpoints; also how long a col
 
 // Thread-local memory, handed out in aligned pieces and kept from call to call.
 class Scratch {
-    static constexpr size_t GAP = 64, PIECES = 32;  // at most so many pieces
+    static constexpr size_t GAP = 64, KEPT = 8 << 20;  // beyond KEPT it goes back when the call ends
     char* base = nullptr;
-    size_t size = 0, used = 0;
+    size_t size = 0;
 
-public:
-    ~Scratch() { release(); }
+    static size_t room(size_t bytes) { return (bytes + 63) / 64 * 64 + GAP; }
     void release() {
 #ifdef __SANITIZE_ADDRESS__
         if (base) ASAN_UNPOISON_MEMORY_REGION(base, size);
 #endif
         std::free(base);
         base = nullptr;
+        size = 0;
     }
     void reserve(size_t bytes) {
-        used = 0;
-        if (bytes + PIECES * GAP <= size) return;
+        if (bytes <= size) return;
         release();
-        size = (bytes + PIECES * GAP + 4095) / 4096 * 4096;
-        base = static_cast<char*>(std::aligned_alloc(4096, size));
-        if (!base) {
-            size = 0;
-            throw std::bad_alloc();
-        }
+        bytes = (bytes + 4095) / 4096 * 4096;
+        base = static_cast<char*>(std::aligned_alloc(4096, bytes));
+        if (!base) throw std::bad_alloc();
+        size = bytes;
+    }
+
+public:
+    ~Scratch() { release(); }
+    void trim() {
+        if (size > KEPT) release();
     }
     template <class R>
-    R* take(int64_t n) {
-        R* p = reinterpret_cast<R*>(base + used);
-        used += (n * sizeof(R) + 63) / 64 * 64;
+    struct Piece {
+        R** place;
+        int64_t count;
+    };
+    // Points every place to as many numbers of its own; what was handed out before is void.
+    template <class R>
+    void divide(std::initializer_list<Piece<R>> pieces) {
+        size_t bytes = 0;
+        for (const auto& piece : pieces) bytes += room(piece.count * sizeof(R));
+        reserve(bytes);
+        char* next = base;
+        for (const auto& piece : pieces) {
+            *piece.place = reinterpret_cast<R*>(next);
+            next += room(piece.count * sizeof(R));
 #ifdef __SANITIZE_ADDRESS__  // a gap nobody may touch: running over the end of a piece is caught
-        ASAN_UNPOISON_MEMORY_REGION(p, n * sizeof(R));
-        ASAN_POISON_MEMORY_REGION(base + used, GAP);
+            ASAN_UNPOISON_MEMORY_REGION(*piece.place, piece.count * sizeof(R));
+            ASAN_POISON_MEMORY_REGION(next - GAP, GAP);
 #endif
-        used += GAP;
-        return p;
+        }
     }
 };
 thread_local Scratch scratch;

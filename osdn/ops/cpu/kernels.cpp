@@ -17,25 +17,45 @@
 // Plain C++ over raw pointers, no PyTorch headers: it compiles in seconds.  The Python side checks every
 // shape and index before it calls.
 
+#include <atomic>
+#include <thread>
+#include <vector>
+
 #include "backward.h"
 #include "forward.h"
 
 namespace {
 
+// Runs f() on several threads at once.
+template <class F>
+void on_threads(int64_t threads, F&& f) {
+#ifdef __SANITIZE_THREAD__  // it cannot see how OpenMP's threads wait for each other
+    std::vector<std::thread> team;
+    for (int64_t i = 0; i < threads; i++) team.emplace_back(f);
+    for (auto& thread : team) thread.join();
+#else
+#pragma omp parallel num_threads(int(threads)) if (threads > 1)
+    f();
+#endif
+}
+
 // Runs f(item) for every item; 0, or 1 when memory ran out.  Items are independent, so the result does not
 // depend on how many threads share them.
 template <class F>
 int for_each(int64_t items, int64_t threads, F&& f) {
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(int(threads)) if (threads > 1) reduction(| : failed)
-    for (int64_t i = 0; i < items; i++) {
-        try {
-            f(i);
-        } catch (const std::bad_alloc&) {
-            failed |= 1;
+    std::atomic<int64_t> next{0};
+    std::atomic<int> failed{0};
+    on_threads(threads, [&] {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
+            try {
+                f(i);
+            } catch (const std::bad_alloc&) {
+                failed = 1;
+            }
         }
         drain();
-    }
+        scratch.trim();
+    });
     return failed;
 }
 

@@ -98,9 +98,9 @@ void precondition_head(const Head<R>& head) {
     const Call& call = head.call;
     const int64_t Kp = head.Kp;
     Phase1<R> phase1(head);
-    scratch.reserve((phase1.scratch_size() + phase1.size() + 2 * Kp) * sizeof(R) + 256);
-    phase1.take(scratch.take<R>(phase1.scratch_size()));
-    R *d = scratch.take<R>(phase1.size()), *key = scratch.take<R>(Kp), *w = scratch.take<R>(Kp);
+    R *own, *d, *key, *w;
+    scratch.divide<R>({{&own, phase1.scratch_size()}, {&d, phase1.size()}, {&key, Kp}, {&w, Kp}});
+    phase1.take(own);
     phase1.start(d);
     for (int64_t t = 0; t < head.length; t++) {
         if (t && t % SPAN == 0 && call.scale_checkpoints) phase1.save(d, t);
@@ -118,12 +118,15 @@ void precondition_back_head(const Head<R>& head) {
     const int64_t Kp = head.Kp;
     Phase1<R> phase1(head);
     const int64_t kept = phase1.kept_size();
-    scratch.reserve((phase1.scratch_size() + phase1.size() + 2 * Kp + 2 * SPAN * Kp + (SPAN + 1) * kept) * sizeof(R) +
-                    1024);
-    phase1.take(scratch.take<R>(phase1.scratch_size()));
-    R *grad_d = scratch.take<R>(phase1.size()), *grad_k = scratch.take<R>(Kp), *grad_w = scratch.take<R>(Kp);
-    R *keys = scratch.take<R>(SPAN * Kp), *writes = scratch.take<R>(SPAN * Kp);
-    R* records = scratch.take<R>((SPAN + 1) * kept);
+    R *own, *grad_d, *grad_k, *grad_w, *keys, *writes, *records;
+    scratch.divide<R>({{&own, phase1.scratch_size()},
+                       {&grad_d, phase1.size()},
+                       {&grad_k, Kp},
+                       {&grad_w, Kp},
+                       {&keys, SPAN * Kp},
+                       {&writes, SPAN * Kp},
+                       {&records, (SPAN + 1) * kept}});
+    phase1.take(own);
     Feedback<R> feedbacks[SPAN];
     phase1.start_back(grad_d);
     for (int64_t t = (head.length - 1) / SPAN * SPAN; head.length > 0 && t >= 0; t -= SPAN) {
@@ -135,7 +138,10 @@ void precondition_back_head(const Head<R>& head) {
             feedbacks[c] = phase1.step(record, record + kept, record, keys + c * Kp, writes + c * Kp, t + c);
         }
         for (int c = count - 1; c >= 0; c--) {
-            copy_row(grad_w, head.per_key(call.grad_out, t + c), K, int(Kp));
+            if (call.grad_out)
+                copy_row(grad_w, head.per_key(call.grad_out, t + c), K, int(Kp));
+            else
+                std::memset(grad_w, 0, Kp * sizeof(R));
             std::memset(grad_k, 0, Kp * sizeof(R));
             if (call.grad_beta) *head.per_head(call.grad_beta, t + c) = 0;
             phase1.step_back(feedbacks[c], records + c * kept, keys + c * Kp, writes + c * Kp, grad_w, grad_d, grad_k,

@@ -107,7 +107,9 @@ INLINE void stream(R* p, Vec<R> x) {
         store(p, x);
         return;
     }
-#if defined(__AVX512F__)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    store(p, x);  // the sanitizers do not see the others
+#elif defined(__AVX512F__)
     _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)x);
 #elif defined(__AVX__)
     _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)x);

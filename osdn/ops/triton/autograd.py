@@ -335,11 +335,14 @@ def _save_rule(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 def _differentiate_rule(ctx: Any, grad_o: Tensor | None, grad_S: Tensor | None) -> tuple[Any, ...]:
     watched.refuse_batched("triton", (grad_o, grad_S))
-    saved = ctx.saved_tensors
-    if grad_o is None:
-        grad_o = torch.zeros_like(saved[2])
+    q, k, v, *others = ctx.saved_tensors
+    unread = grad_o is None
+    if unread:  # queries get no gradient: zero times one that is not finite would be NaN
+        q, grad_o = torch.zeros_like(q), torch.zeros_like(v)
+    saved = (q, k, v, *others)
     grads = _rule_backward(*saved, grad_o, grad_S, ctx.scale)
-    return (*(None if x is None else g for x, g in zip(saved, grads)), None, None)
+    grad_q, *rest = (None if x is None else g for x, g in zip(saved, grads))
+    return (None if unread else grad_q, *rest, None, None)
 
 
 _rule.register_autograd(_differentiate_rule, setup_context=_save_rule)

@@ -108,6 +108,20 @@ def dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def lower_dot(T, x, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """T @ x of a lower triangular T.  What is not finite in x goes to its own row and those after it.
+
+    Zeros above the diagonal times NaN would make it reach the rows before, which are earlier tokens.
+    """
+    x = x.to(DOT)
+    finite = tl.abs(x.to(tl.float32)) < float("inf")
+    rows = tl.arange(0, C)[:, None]
+    first = tl.min(tl.where(finite, C, rows), 0)
+    y = dot(T, tl.where(finite, x, 0.0), DOT, PRECISION)
+    return tl.where(rows >= first[None, :], float("nan"), y)
+
+
+@triton.jit
 def across(level, C: tl.constexpr):
     """Which pairs of rows [C, C] lie in the two halves of one pair at this level."""
     rows = tl.arange(0, C)
@@ -126,9 +140,13 @@ def inverse(A, LEVELS: tl.constexpr, C: tl.constexpr, ROUGH: tl.constexpr, PRECI
 
     With the inverses X and Y of the two diagonal blocks, the block below is -Y A X.  Sums of powers of A
     need no fewer products, and grow with repeated keys where the inverse does not.  Products that round their
-    factors (ROUGH) are followed by one step of refinement in PRECISION.
+    factors (ROUGH) are followed by one step of refinement in PRECISION.  From the first row on that is not
+    finite, the inverse is NaN; rows before it do not depend on it.
     """
     rows = tl.arange(0, C)
+    finite = tl.abs(A) < float("inf")
+    first = tl.min(tl.min(tl.where(finite, C, rows[:, None]), 1), 0)
+    A = tl.where(finite, A, 0.0)
     identity = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
     T = identity - tl.where(across(0, C), A, 0.0)
     for level in range(1, LEVELS):
@@ -137,7 +155,7 @@ def inverse(A, LEVELS: tl.constexpr, C: tl.constexpr, ROUGH: tl.constexpr, PRECI
     if PRECISION != ROUGH:
         residual = tl.dot(T, A, acc=T - identity, input_precision=PRECISION)
         T -= tl.dot(residual, T, input_precision=ROUGH)
-    return T
+    return tl.where(rows[:, None] >= first, float("nan"), T)
 
 
 @triton.jit

@@ -36,8 +36,13 @@ class Chunks:
 
 
 def chunk_size(k: Tensor) -> int:
-    """64 tokens; 32 where 64 keys alone would fill the 64 KB that a block has on an AMD GPU."""
-    return 64 if k.shape[3] * k.element_size() <= 512 else 32
+    """64 tokens; 32 where 64 keys alone would fill the 64 KB that a block has on an AMD GPU.
+
+    No more tokens than channels, since K tokens can replace all that a state holds: in a longer chunk writes
+    nearly cancel its first state, whose rounding errors stay.  A matrix product has at least 16 rows, though.
+    """
+    K = k.shape[3]
+    return min(64 if K * k.element_size() <= 512 else 32, max(16, 1 << (K.bit_length() - 1)))
 
 
 def upper_bound(k: Tensor, N: int) -> int:

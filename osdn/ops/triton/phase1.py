@@ -280,6 +280,7 @@ def scale_scan_kernel(
     """From chunk to chunk of one sequence and head: the scale, and whether the box may bind in the chunk."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, KP)
+    lower = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
     d = load_scale(initial_scale, 1.0, sequence * HV + head, K, KP)
     for chunk in range(tl.load(sequences + sequence), tl.load(sequences + sequence + 1)):
         start, size = blocks.chunk_at(chunks, chunk)
@@ -288,7 +289,8 @@ def scale_scan_kernel(
         k2 = b_k * b_k
         right = blocks.load_scalars(y, start, size, head, HV, C) * tl.sum(k2 * d[None, :], 1)
         right = blocks.load_scalars(x, start, size, head, HV, C) - right
-        b_u = tl.sum(blocks.load_square(solve, chunk, head, HV, C) * right[None, :], 1)
+        # Zeros above the diagonal times NaN would carry a token's NaN to those before it.
+        b_u = tl.sum(tl.where(lower, blocks.load_square(solve, chunk, head, HV, C) * right[None, :], 0.0), 1)
         blocks.store_scalars(u, b_u, start, size, head, HV, C)
         up = tl.sum(k2 * tl.where(b_u > 0, b_u, 0.0)[:, None], 0)
         down = tl.sum(k2 * tl.where(b_u > 0, 0.0, b_u)[:, None], 0)

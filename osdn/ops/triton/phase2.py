@@ -80,7 +80,9 @@ def gram_kernel(
     P = tl.where(rows[:, None] > rows[None, :], P, 0.0)
     if gram is not None:
         blocks.store_square(gram, P, chunk, head, HV, C)
-    P *= blocks.load_scalars(beta, start, size, head, HV, C)[None, :]
+    P = tl.where(
+        rows[:, None] > rows[None, :], P * blocks.load_scalars(beta, start, size, head, HV, C)[None, :], 0.0
+    )
     blocks.store_square(solve, blocks.inverse(P, LEVELS, C, ROUGH, PRECISION), chunk, head, HV, C)
 
 
@@ -139,12 +141,12 @@ def solve_kernel(
             )
             tl.store(chunk_decay + blocks.row_at(chunk * HV + head, K, columns), whole, mask=columns < K)
         blocks.store_rows(
-            solved_keys, blocks.dot(T, b_k, DOT, PRECISION), start, size, head, HV, first, K, C, BK
+            solved_keys, blocks.lower_dot(T, b_k, C, DOT, PRECISION), start, size, head, HV, first, K, C, BK
         )
     for first in range(0, V, BV):
         b_v = blocks.load_rows(v, start, size, head, HV, first, V, C, BV)
         blocks.store_rows(
-            solved_values, blocks.dot(T, b_v, DOT, PRECISION), start, size, head, HV, first, V, C, BV
+            solved_values, blocks.lower_dot(T, b_v, C, DOT, PRECISION), start, size, head, HV, first, V, C, BV
         )
 
 
@@ -244,7 +246,7 @@ def read_kernel(
         )
     u = blocks.load_rows(errors, start, size, head, HV, first, V, C, BV)
     u = u * blocks.load_scalars(beta, start, size, head, HV, C)[:, None]
-    b_o += blocks.dot(blocks.load_square(scores, chunk, head, HV, C), u, DOT, PRECISION)
+    b_o += blocks.lower_dot(blocks.load_square(scores, chunk, head, HV, C), u, C, DOT, PRECISION)
     blocks.store_rows(o, b_o * scale, start, size, head, HV, first, V, C, BV)
 
 

@@ -16,7 +16,16 @@ from osdn.ops import (
 )
 from osdn.ops.triton import autograd, phase1
 from tests.ops.problems import BOTH, Config, assert_close, make, relative_error
-from tests.ops.test_agreement import BOXES, SINGLE, TAME, configs, every_operator, well_posed
+from tests.ops.test_agreement import (
+    BOXES,
+    EXTREMES,
+    SINGLE,
+    TAME,
+    configs,
+    every_operator,
+    extreme,
+    well_posed,
+)
 from tests.ops.triton.device import DEVICE, kernels, rounded, truth
 
 PACKED = {"lengths": (70, 0, 1, 64), "packed": True, "initial_state": True, "initial_scale": "each"}
@@ -101,9 +110,10 @@ def test_phase_1_by_chunks_of_32_is_that_of_the_reference(monkeypatch):
 def test_chunks_in_which_the_box_binds_are_redone_and_no_others(monkeypatch):
     """A key that repeats drives its channels up to the bound, after it has come and before it leaves."""
     monkeypatch.setattr(phase1, "PARALLEL_FROM", 1)
-    problem = make(Config((256,), H=1, K=4, eta=0.05, bounds=(0.5, 1.5)))
-    problem.tensors["k"][:, :, :, :] = torch.tensor([0.5, 0.5, 0.5, 0.5])
-    problem.tensors["k"][:, 64:128] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    problem = make(Config((256,), H=1, K=64, eta=0.05, bounds=(0.5, 1.5)))
+    problem.tensors["k"][:] = 0
+    problem.tensors["k"][..., :4] = torch.tensor([0.5, 0.5, 0.5, 0.5])
+    problem.tensors["k"][:, 64:128, :, :4] = torch.tensor([1.0, 0.0, 0.0, 0.0])
     problem.tensors["beta"][:] = torch.linspace(0.3, 0.8, 256)[:, None]
     seen = []
     forward = phase1.forward
@@ -136,6 +146,29 @@ def test_a_decay_of_minus_infinity_forgets_everything(decay):
     problem = make(Config((70,), H=1, decay=decay, initial_state=True))
     problem.tensors["log_decay"][:, 33] = -torch.inf
     assert_close(kernels(delta_rule, problem), truth(delta_rule, problem), **SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "decay"),
+    [
+        ("values-1e-20", "head"),
+        ("values-1e+10", "channel"),
+        ("queries-1e-20", "none"),
+        ("keys-1e-20", "channel"),
+        ("keys-1e-10", "none"),
+        ("keys-1e+10", "head"),
+        ("all-1e-10", "channel"),
+    ],
+)
+def test_tiny_and_huge_inputs_agree(kind, decay):
+    problem = extreme(EXTREMES[kind], decay=decay)
+    assert_close(kernels(delta_rule, problem), truth(delta_rule, problem), **SINGLE)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e10])
+def test_keys_of_any_size_precondition_alike(size):
+    problem = extreme({"k": size})
+    assert_close(kernels(precondition_keys, problem), truth(precondition_keys, problem), **SINGLE)
 
 
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
@@ -187,7 +220,7 @@ def agrees_if_well_posed(operator, config: Config, dtype: torch.dtype = torch.fl
     problem = rounded(config, dtype)
     want = truth(operator, problem)
     assume(well_posed(operator, problem, want))
-    # Decays of e^-20 make gradients below the smallest normal number of float16, where it has no digits.
+    # Decays of e^-20 make gradients that float16 cannot have: no digits below its smallest normal number.
     bounds = BOUNDS[dtype] | ({"underflow": torch.finfo(dtype).tiny} if dtype == torch.float16 else {})
     assert_close(kernels(operator, problem, dtype), want, **bounds)
 

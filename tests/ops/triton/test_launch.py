@@ -82,7 +82,7 @@ def test_the_roofline_counts_the_products_that_are_made(tensor_cores, monkeypatc
 
 def test_the_roofline_counts_the_bytes_of_the_arguments():
     """Phase 1 by tokens reads keys, betas and retentions, and writes write keys, checkpoints and a scale."""
-    B, T, H, K = 2, 128, 3, 32
+    B, T, H, K = 2, 128, 3, 64
     (first,), _ = roofline.costs(B, T, H, K, 16, "none", retention=True)
     assert first.kernel == "precondition_kernel"
     tables = 4 * 2 * (B * 2) + 4 * (B + 1)

@@ -122,7 +122,7 @@ def test_double_precision_is_refused_with_a_way_out():
         delta_rule(**x, **options)
 
 
-def keys(B, T, K=4, dtype=torch.float32, device=DEVICE):
+def keys(B, T, K=64, dtype=torch.float32, device=DEVICE):
     return torch.zeros(B, T, 1, K, dtype=dtype, device=device)
 
 
@@ -149,6 +149,11 @@ def test_no_packing_has_more_chunks_than_the_bound():
             made = chunks.chunks_of(k, torch.tensor([0, *lengths], device=DEVICE).cumsum(0))
             assert made.count <= chunks.upper_bound(k, len(lengths))
     assert chunks.chunks_of(keys(3, 65), None).count == 6
+
+
+def test_chunks_have_no_more_tokens_than_keys_have_channels():
+    sizes = [chunks.chunks_of(keys(1, 65, K), None).size for K in (1, 4, 16, 31, 32, 63, 64, 100)]
+    assert sizes == [16, 16, 16, 16, 32, 32, 64, 64]
 
 
 def test_chunks_are_halved_where_keys_are_long():

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from osdn.benchmarks import quick
 from osdn.lab import runner, summary
 from osdn.lab.recall import RecallTask
 from osdn.lab.text import TextTask, prepare
@@ -62,8 +63,6 @@ def run_demo(output: Path, console: Console) -> Path:
 
 def _speeds(path: Path, run: Run, progress: Progress, bar: Any) -> dict[str, Any]:
     """Timed alone, after the training; read from the file if it was done before."""
-    from osdn.benchmarks import quick
-
     if not path.exists():
         progress.update(bar, live="speed against the peers")
         milliseconds = quick.operators()

@@ -187,7 +187,7 @@ def referee(
     contestants: Annotated[
         list[str], typer.Option(help="Names as of --variants; default: every rule on three backbones.")
     ] = [],  # noqa: B006
-    tasks: Annotated[list[str], typer.Option(help="Some of the tasks; default: all.")] = [],  # noqa: B006
+    tasks: Annotated[list[str], typer.Option(help="Names of tasks; default: all that can be learned.")] = [],  # noqa: B006
     seeds: Annotated[int, typer.Option(min=2, help="How many seeds are judged.")] = 6,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer tasks, contestants and steps.")] = False,
     dry_run: Annotated[
@@ -204,10 +204,11 @@ def referee(
 
     with plain_errors():
         made(output)
-        protocol = lab.Protocol(lab.TRIALS, tuple(contestants) or lab.CONTESTANTS, seeds=seeds)
-        protocol = lab.with_tasks(protocol, tasks)
+        names = contestants or (lab.QUICK_CONTESTANTS if quick else lab.CONTESTANTS)
+        protocol = lab.Protocol(lab.TRIALS, tuple(names), seeds=seeds)
+        protocol = lab.with_tasks(protocol, tasks or (lab.QUICK if quick else ()))
         if quick:
-            protocol = lab.quick(protocol, contestants)
+            protocol = lab.quick(protocol)
         with console.status("timing a few steps of every task"):
             protocol = lab.prepared(protocol, output)
             plan = lab.plan_table(protocol, output, jobs)

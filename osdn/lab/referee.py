@@ -63,22 +63,25 @@ class Trial:
 
 TRIALS = (
     # 32 pairs in heads of 16 key channels: more than a state can hold
-    Trial("capacity", RecallTask(256, pairs=32, length=128, passes=1), 1000, 16),
+    Trial("capacity", RecallTask(256, pairs=32, length=128, passes=1), 800, 16),
     Trial("overwriting", RecallTask(128, pairs=8, length=80, passes=2, overwrites=4), 600, 24),
     Trial("noisy pairs", RecallTask(128, pairs=8, length=80, passes=3, noise=0.2), 600, 24),
     Trial("in-context recall", InContextRecall(), 300, 16),
-    Trial("noisy recall", InContextRecall(32, noise_vocab_size=16, noise=0.2), 300, 16),
+    Trial("noisy recall", InContextRecall(32, noise_vocab_size=16, noise=0.2), 800, 16),
     Trial("fuzzy recall", FuzzyRecall(), 600, 16),
     Trial("selective copying", SelectiveCopying(), 400, 8),
     Trial("compression", Compression(), 600, 32),
-    Trial("memorization", Memorization(), 300, 32),
+    Trial("memorization", Memorization(), 100, 32),
     # Strengths up to 2 are what makes a reflection, and so parity and permutations, possible at all.
-    Trial("parity", TrackingTask("parity", 32), 500, 32, write_scale=2.0),
+    Trial("parity", TrackingTask("parity", 32), 300, 32, write_scale=2.0),
     Trial("S3", TrackingTask("s3", 32), 500, 32, write_scale=2.0),
-    Trial("needle", NeedleTask(), 500, 16, metric="accuracy_4x"),
-    Trial("text", TextTask("", length=128, longest=8), 600, 16, "loss", lower_is_better=True),
+    Trial("S5", TrackingTask("s5", 32), 500, 32, write_scale=2.0),
+    Trial("needle", NeedleTask(), 400, 16, metric="accuracy_4x"),
+    Trial("text", TextTask("", length=128, longest=8), 450, 16, "loss", lower_is_better=True),
 )
-QUICK = ("capacity", "noisy pairs", "S3")
+# A plain DeltaNet of width 32 does not leave the floor of these within steps that could be paid for.
+LEFT_OUT = ("fuzzy recall", "selective copying", "compression", "S3", "S5")
+QUICK = ("overwriting", "noisy pairs", "parity")
 QUICK_CONTESTANTS = ("delta_net", "osdn", "osdn-newton", "gdn", "osgdn-newton", "kda", "oskda-newton")
 
 
@@ -143,25 +146,19 @@ class Protocol:
         )
 
 
-def quick(protocol: Protocol, given: Sequence[str] = ()) -> Protocol:
-    """The same protocol on three tasks, with two fifths of the steps and one tuning seed."""
-    trials = [replace(t, steps=2 * t.steps // 5) for t in protocol.trials if t.name in QUICK]
-    contestants = protocol.contestants if given else QUICK_CONTESTANTS
-    return replace(
-        protocol,
-        trials=tuple(trials),
-        contestants=contestants,
-        learning_rates=(0.01,),
-        tuning_seeds=TUNING_SEEDS[:1],
-    )
+def quick(protocol: Protocol) -> Protocol:
+    """The same protocol with two fifths of the steps, one learning rate and one tuning seed."""
+    trials = tuple(replace(t, steps=max(20, 2 * t.steps // 5)) for t in protocol.trials)
+    return replace(protocol, trials=trials, learning_rates=(0.01,), tuning_seeds=TUNING_SEEDS[:1])
 
 
 def with_tasks(protocol: Protocol, names: Sequence[str]) -> Protocol:
-    """The protocol with some of its tasks only."""
+    """The protocol with the tasks that are named; without names, with those that can be learned."""
     known = {trial.name: trial for trial in protocol.trials}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"there is no task {', '.join(unknown)}; there are {', '.join(known)}")
-    return replace(protocol, trials=tuple(known[name] for name in names)) if names else protocol
+    chosen = names or [name for name in known if name not in LEFT_OUT]
+    return replace(protocol, trials=tuple(known[name] for name in chosen))
 
 
 def prepared(protocol: Protocol, output: Path) -> Protocol:

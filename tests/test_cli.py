@@ -53,6 +53,8 @@ def test_version():
         ["demo"],
         ["lab", "recall"],
         ["lab", "text"],
+        ["lab", "needle"],
+        ["lab", "referee"],
         ["diagnose", "MODEL"],
         ["bench", "throughput", "tiny"],
         ["bench", "ops"],

@@ -1,19 +1,47 @@
-"""`osdn lab recall`, `osdn lab text` and `osdn demo`."""
+"""`osdn lab TASK` for every task of the lab, and `osdn demo`."""
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from osdn.terminal import console, made, plain_errors, show
 
 if TYPE_CHECKING:
     from osdn.lab.summary import Results
+    from osdn.lab.tasks import Experiment
     from osdn.lab.variants import Variant
 
-app = typer.Typer(help="Small experiments that run on a CPU in minutes.", no_args_is_help=True)
+
+class Tasks(TyperGroup):
+    """Commands that are made from the tasks when one is asked for: `osdn --help` need not load them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self._load()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        self._load()
+        return super().get_command(ctx, cmd_name)
+
+    def _load(self) -> None:
+        from osdn.lab.tasks import EXPERIMENTS
+
+        if "recall" in self.commands:
+            return
+        tasks = typer.Typer()
+        for name, experiment in EXPERIMENTS.items():
+            tasks.command(name, cls=ManyValues)(task_command(name, experiment))
+        made = typer.main.get_command(tasks)
+        self.commands = {**made.commands, **self.commands}  # type: ignore[attr-defined]
+
+
+app = typer.Typer(help="Small experiments that run on a CPU in minutes.", no_args_is_help=True, cls=Tasks)
 
 
 class ManyValues(TyperCommand):
@@ -37,6 +65,13 @@ Variants = Annotated[
 ]
 Etas = Annotated[list[float], typer.Option("--eta", help="Step sizes to sweep, in a row.")]
 Boxes = Annotated[list[str], typer.Option("--box", help="Boxes to sweep, as 0.5:2.")]
+Bias = Annotated[
+    float | None, typer.Option(help="Where a learned bias of every write gate starts; default: no bias.")
+]
+WriteScale = Annotated[
+    float, typer.Option(min=0.0, help="A factor of every write strength; 2 allows strengths up to 2.")
+]
+Output = Annotated[Path, typer.Option(help="Where results and figures go.")]
 Seeds = Annotated[int, typer.Option(min=1, help="How many seeds.")]
 Width = Annotated[int, typer.Option(min=8, help="Width of the model.")]
 Layers = Annotated[int, typer.Option(min=1, help="Layers of the model.")]
@@ -46,100 +81,148 @@ Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: one per core.")]
 
 
-@app.command(cls=ManyValues)
-def recall(
-    variants: Variants = ["delta_net", "osdn", "osdn-apf"],  # noqa: B006
-    eta: Etas = [],  # noqa: B006
-    box: Boxes = [],  # noqa: B006
-    seeds: Seeds = 6,
-    vocab_size: Annotated[int, typer.Option(help="Half keys, half values.")] = 128,
-    pairs: Annotated[int, typer.Option(help="Key-value pairs in a sequence.")] = 8,
-    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 64,
-    passes: Annotated[int, typer.Option(help="How often the pairs are presented.")] = 2,
-    overwrites: Annotated[int, typer.Option(help="Keys given again with another value.")] = 0,
-    width: Width = 64,
-    layers: Layers = 2,
-    steps: Steps = 200,
-    batch: Batch = 32,
-    learning_rate: Rate = 0.005,
-    jobs: Jobs = None,
-    output: Annotated[Path, typer.Option(help="Where results and figures go.")] = Path("runs/lab/recall"),
-) -> None:
-    """Multi-query associative recall, for any variants over several seeds."""
-    from osdn.lab.recall import RecallTask
-    from osdn.lab.summary import by_label
-    from osdn.lab.training import Run
-    from osdn.results import lab_plots as fig
+# Options that every task has, in the order of --help; those of the task itself come after `seeds`.
+BEFORE: dict[str, Any] = {
+    "variants": (Variants, ["delta_net", "osdn", "osdn-apf"]),
+    "eta": (Etas, []),
+    "box": (Boxes, []),
+    "beta_bias": (Bias, None),
+    "write_scale": (WriteScale, 1.0),
+}
+AFTER: dict[str, Any] = {"width": (Width, 64), "layers": (Layers, 2)}
+NOT_ASKED = ("folder", "evaluation", "power")  # fields of tasks that are no options
 
-    chosen = _sweep(variants, eta, box, width, output)
-    try:
-        task = RecallTask(vocab_size, pairs, length, passes, overwrites)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    runs = [
-        Run(task, v, seed, width, layers, steps, batch, learning_rate)
-        for v in chosen
-        for seed in range(seeds)
-    ]
-    metrics = ["accuracy", "accuracy_2x", "q_geo"]
-    grouped = _experiment("recall", runs, chosen, metrics, output, jobs)
-    results = by_label(grouped)
-    figures = {
-        "learning": fig.learning_curves(results, "accuracy"),
-        "accuracy": fig.accuracy_by_pairs(results),
+
+def task_command(name: str, experiment: "Experiment") -> Callable[..., None]:
+    """The command of a task: its options are the fields of the task, with the help of its docstring."""
+    task = experiment.task
+    hints, helps = get_type_hints(type(task)), field_docs(type(task))
+    own = {
+        x.name: (Annotated[hints[x.name], typer.Option(help=helps[x.name])], getattr(task, x.name))
+        for x in fields(task)
+        if x.name not in NOT_ASKED
     }
-    if any("log_q" in mine[0] for mine in results.values()):
-        figures["residual"] = fig.residual_by_position(results, task.boundaries())
-    _finish(figures | _sweep_figures(grouped, metrics, eta), output)
+    options = {
+        **BEFORE,
+        "seeds": (Seeds, experiment.seeds),
+        **own,
+        **AFTER,
+        "steps": (Steps, experiment.steps),
+        "batch": (Batch, experiment.batch),
+        "learning_rate": (Rate, 0.005),
+        "jobs": (Jobs, None),
+        "output": (Output, Path("runs/lab") / name),
+    }
+
+    def command(**given: Any) -> None:
+        run_task(name, experiment, {field: given[field] for field in own}, given)
+
+    command.__doc__ = experiment.words
+    command.__annotations__ = {field: kind for field, (kind, _) in options.items()} | {"return": None}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for field, (kind, default) in options.items()
+        ]
+    )
+    return command
 
 
-@app.command(cls=ManyValues)
-def text(
-    variants: Variants = ["delta_net", "osdn", "osdn-apf"],  # noqa: B006
-    eta: Etas = [],  # noqa: B006
-    box: Boxes = [],  # noqa: B006
-    seeds: Seeds = 3,
-    vocab_size: Annotated[int, typer.Option(min=257, help="Entries of the byte-pair vocabulary.")] = 1024,
-    length: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 256,
-    megabytes: Annotated[
-        float, typer.Option(min=0.1, help="How much of the standard library to take.")
-    ] = 4.0,
-    width: Width = 64,
-    layers: Layers = 2,
-    steps: Steps = 600,
-    batch: Batch = 8,
-    learning_rate: Rate = 0.005,
-    jobs: Jobs = None,
-    output: Annotated[Path, typer.Option(help="Where results and figures go.")] = Path("runs/lab/text"),
-) -> None:
-    """A small language model on the sources of Python's standard library."""
+def field_docs(task: type) -> dict[str, str]:
+    """What the docstring of a task says about its fields."""
+    text = inspect.cleandoc(task.__doc__ or "").partition("Args:\n")[2]
+    found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text, flags=re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", words[:1].upper() + words[1:]) for name, words in found}
+
+
+def run_task(name: str, experiment: "Experiment", settings: dict[str, Any], options: dict[str, Any]) -> None:
+    """Train and evaluate every variant with every seed; write tables and figures."""
     from osdn.lab.summary import by_label
-    from osdn.lab.text import TextTask, prepare
     from osdn.lab.training import Run
-    from osdn.results import lab_plots as fig
     from osdn.results.names import title
 
-    chosen = _sweep(variants, eta, box, width, output)
-    task = TextTask(str(output / f"corpus-{vocab_size}-{megabytes:g}MB"), vocab_size, length, megabytes)
-    with console.status("training a vocabulary on the standard library"):
-        prepare(task)
-    runs = [
-        Run(task, v, seed, width, layers, steps, batch, learning_rate)
-        for v in chosen
-        for seed in range(seeds)
-    ]
-    grouped = _experiment("text", runs, chosen, ["loss", "perplexity", "q_geo"], output, jobs)
+    output = options["output"]
+    gate = (options["beta_bias"], options["write_scale"])
+    chosen = _sweep(options["variants"], options["eta"], options["box"], gate, options["width"], output)
+    try:
+        task = replace(experiment.task, **settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    with console.status("preparing the task"):
+        task = task.prepare(output)
+    sizes = [options[x] for x in ("width", "layers", "steps", "batch", "learning_rate")]
+    runs = [Run(task, v, seed, *sizes) for v in chosen for seed in range(options["seeds"])]
+    grouped = _experiment(name, runs, chosen, list(experiment.metrics), output, options["jobs"])
     results = by_label(grouped)
     for label, mine in results.items():
-        console.rule(f"{title(label)} writes")
-        console.print(mine[0]["sample"], markup=False, highlight=False)
-    figures = {
-        "learning": fig.learning_curves(results, "loss"),
-        "loss": fig.loss_by_position(results),
-    }
+        if "sample" in mine[0]:
+            console.rule(f"{title(label)} writes")
+            console.print(mine[0]["sample"], markup=False, highlight=False)
+    figures = _figures(results, task)
+    _finish(figures | _sweep_figures(grouped, list(experiment.metrics), options["eta"]), output)
+
+
+def _figures(results: dict[str, Any], task: Any) -> dict[str, Any]:
+    """What there is to draw of a task: its learning curve, and what its evaluation has found."""
+    from osdn.results import lab_plots as fig
+
+    first = next(iter(results.values()))[0]
+    figures = {"learning": fig.learning_curves(results, "loss" if "loss" in first else "accuracy")}
+    if "loss_by_position" in first:
+        figures["loss"] = fig.loss_by_position(results)
+    if "pairs" in first.get("grid", [{}])[0]:
+        figures["accuracy"] = fig.accuracy_by_pairs(results)
+    elif "depth" in first.get("grid", [{}])[0]:
+        figures["accuracy"] = fig.accuracy_by_depth(results)
+    elif "accuracy_2x" in first:
+        figures["accuracy"] = fig.accuracy_by_length(results)
     if any("log_q" in mine[0] for mine in results.values()):
-        figures["residual"] = fig.residual_by_position(results)
-    _finish(figures | _sweep_figures(grouped, ["loss", "q_geo"], eta), output)
+        boundaries = task.boundaries() if hasattr(task, "boundaries") else ()
+        figures["residual"] = fig.residual_by_position(results, boundaries)
+    return figures
+
+
+@app.command(cls=ManyValues)
+def referee(
+    contestants: Annotated[
+        list[str], typer.Option(help="Names as of --variants; default: every rule on three backbones.")
+    ] = [],  # noqa: B006
+    tasks: Annotated[list[str], typer.Option(help="Names of tasks; default: all that can be learned.")] = [],  # noqa: B006
+    seeds: Annotated[int, typer.Option(min=2, help="How many seeds are judged.")] = 6,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer tasks, contestants and steps.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be run, and how long it takes.")
+    ] = False,
+    jobs: Jobs = None,
+    output: Output = Path("runs/referee"),
+) -> None:
+    """Compare preconditioners with plain delta rules that are tuned in the same way."""
+    from osdn.lab import referee as lab
+    from osdn.lab.runner import progress_bar
+    from osdn.results.referee_page import difference_table, verdicts, write_referee
+    from osdn.results.store import save_json
+
+    with plain_errors():
+        made(output)
+        names = contestants or (lab.QUICK_CONTESTANTS if quick else lab.CONTESTANTS)
+        protocol = lab.Protocol(lab.TRIALS, tuple(names), seeds=seeds)
+        protocol = lab.with_tasks(protocol, tasks or (lab.QUICK if quick else ()))
+        if quick:
+            protocol = lab.quick(protocol)
+        with console.status("timing a few steps of every task"):
+            protocol = lab.prepared(protocol, output)
+            plan = lab.plan_table(protocol, output, jobs)
+        show(plan)
+        if dry_run:
+            return
+        with progress_bar(console) as progress:
+            content = lab.run_referee(protocol, output, progress, jobs)
+        save_json(output / "referee.json", content)
+        show(difference_table(content, 1.0))
+        for words in verdicts(content):
+            console.print(words, soft_wrap=True, markup=False, highlight=False)
+        page = write_referee(output / "referee.html", content, f"osdn lab referee{' --quick' * quick}")
+    console.print(f"the page is {page.resolve()}", soft_wrap=True)
 
 
 def demo(
@@ -154,13 +237,18 @@ def demo(
 
 
 def _sweep(
-    names: Sequence[str], etas: Sequence[float], boxes: Sequence[str], width: int, output: Path
+    names: Sequence[str],
+    etas: Sequence[float],
+    boxes: Sequence[str],
+    gate: tuple[float | None, float],
+    width: int,
+    output: Path,
 ) -> "list[Variant]":
     """The models asked for; what cannot work is refused before the first of them is trained."""
     from osdn.lab.variants import sweep
 
     try:
-        found = sweep(names, etas, [_bounds(box) for box in boxes])
+        found = sweep(names, etas, [_bounds(box) for box in boxes], *gate)
         for variant in found:
             variant.config(width=width)  # refuses what no model can be built from
     except ValueError as error:
@@ -195,7 +283,6 @@ def _experiment(
 
 def _sweep_figures(results: "Results", metrics: list[str], etas: Sequence[float]) -> dict[str, Any]:
     """A figure per metric of its values against eta, one line per variant and box."""
-    from osdn.lab.variants import Variant
     from osdn.results.lab_plots import step_size_sweep
 
     swept = {variant: mine for variant, mine in results.items() if variant.eta is not None}
@@ -207,7 +294,7 @@ def _sweep_figures(results: "Results", metrics: list[str], etas: Sequence[float]
             continue
         lines: dict[str, list[Any]] = {}
         for variant, mine in swept.items():
-            label = Variant(variant.name, None, variant.bounds).label
+            label = replace(variant, eta=None).label
             lines.setdefault(label, []).append((variant.eta, [run[metric] for run in mine]))
         levels = {v.label: mine for v, mine in results.items() if v.eta is None and metric in mine[0]}
         figures[f"eta_{metric}"] = step_size_sweep(lines, levels, metric)

@@ -1,10 +1,11 @@
 """Multi-query associative recall: key-value pairs, then their keys as queries among random tokens.
 
 The data of Arora et al. 2024, "Zoology" (https://arxiv.org/abs/2312.04927, Section 4 and Appendix E): every
-key once, the distance from the pairs to a key's query from a power law, a label at queries only.  Two
+key once, the distance from the pairs to a key's query from a power law, a label at queries only.  Three
 parameters are ours: `passes` presents the pairs again in the same order, as the prompts of "just read twice"
-(Arora et al. 2024, https://arxiv.org/abs/2407.05483) do, and `overwrites` gives some keys again with another
-value, in which case the last value is the answer.
+(Arora et al. 2024, https://arxiv.org/abs/2407.05483) do; `overwrites` gives some keys again with another
+value, in which case the last value is the answer; and `noise` replaces presented values by others, so that
+who believes the last one is often wrong.
 """
 
 import itertools
@@ -15,14 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osdn.lab.residual import residual_ratio, scales
-
-IGNORED = -100
-EVALUATION_SEED = 2**31  # training seeds are small numbers
+from osdn.lab.residual import scales, write_statistics
+from osdn.lab.synthetic import IGNORED, SyntheticTask, accuracy, at_least, distinct, evaluation_generator
 
 
 @dataclass(frozen=True)
-class RecallTask:
+class RecallTask(SyntheticTask):
     """The task and its sizes.
 
     Args:
@@ -31,6 +30,7 @@ class RecallTask:
         length: tokens in a sequence.
         passes: how often the pairs are presented.
         overwrites: how many of the keys are given again, within every pass, with another value.
+        noise: how often a presented value is replaced by a random one, drawn anew in every pass.
         power: exponent a of the law p(gap) ~ gap ** (a - 1) between the pairs and a query.
         evaluation: sequences for each accuracy that is reported.
     """
@@ -40,13 +40,14 @@ class RecallTask:
     length: int = 64
     passes: int = 2
     overwrites: int = 0
+    noise: float = 0.0
     power: float = 0.01
     evaluation: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("pairs", "passes", "evaluation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        at_least(self, pairs=1, passes=1, evaluation=1)
+        if not 0 <= self.noise < 1:
+            raise ValueError(f"noise is {self.noise}; it must be at least 0 and below 1")
         if not 0 <= self.overwrites <= self.pairs:
             raise ValueError(
                 f"overwrites is {self.overwrites}; it must be between 0 and pairs = {self.pairs}"
@@ -76,9 +77,9 @@ class RecallTask:
     def sample(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """n sequences: inputs `[n, T]`, and labels `[n, T]` with a query's answer at the query."""
         pairs, half = self.pairs, self.vocab_size // 2
-        keys = 1 + _distinct(n, half - 1, pairs, generator)  # [n, pairs]; 0 is never a key
-        values = half + _distinct(n, self.vocab_size - half, pairs + self.overwrites, generator)
-        changed = _distinct(n, pairs, self.overwrites, generator)  # which pairs are overwritten
+        keys = 1 + distinct(n, half - 1, pairs, generator)  # [n, pairs]; 0 is never a key
+        values = half + distinct(n, self.vocab_size - half, pairs + self.overwrites, generator)
+        changed = distinct(n, pairs, self.overwrites, generator)  # which pairs are overwritten
         once = torch.stack([torch.cat([keys, keys.gather(1, changed)], 1), values], 2)  # [n, pairs, 2]
         answers = values[:, :pairs].scatter(1, changed, values[:, pairs:])
 
@@ -87,6 +88,11 @@ class RecallTask:
         gaps = torch.multinomial(law.expand(n, -1), pairs, generator=generator)  # without replacement
         inputs = torch.randint(self.vocab_size, (n, self.length), generator=generator)  # filler
         inputs[:, : self.context] = once.flatten(1).repeat(1, self.passes)
+        if self.noise:
+            shown = inputs[:, 1 : self.context : 2]  # the values, in every pass
+            wrong = torch.randint(half, self.vocab_size, shown.shape, generator=generator)
+            replaced = torch.rand(shown.shape, generator=generator) < self.noise
+            inputs[:, 1 : self.context : 2] = torch.where(replaced, wrong, shown)
         queries = self.context + 2 * gaps
         inputs.scatter_(1, queries, keys)
         labels = torch.full_like(inputs, IGNORED).scatter_(1, queries, answers)
@@ -108,19 +114,17 @@ class RecallTask:
     @torch.no_grad()
     def evaluate(self, model: Any, seed: int) -> dict[str, Any]:
         """Accuracy by number of pairs and by pass, and the residual ratio, on sequences nobody trained on."""
-        rows = []
-        for task in self.grid():
-            inputs, labels = task.sample(self.evaluation, _evaluation_generator())
-            asked = labels != IGNORED
-            guesses = model.lm_head(model.model(inputs, use_cache=False).last_hidden_state[asked]).argmax(-1)
-            accuracy = (guesses == labels[asked]).double().mean().item()
-            rows.append({"pairs": task.pairs, "passes": task.passes, "accuracy": accuracy})
-        accuracy = {r["pairs"] / self.pairs: r["accuracy"] for r in rows if r["passes"] == self.passes}
-        prompts, _ = self.sample(32, _evaluation_generator())
-        found = {"accuracy": accuracy[1], "grid": rows, **residual_ratio(model, prompts)}
-        if 2 in accuracy:  # a harder task than the one that was learned
-            found["accuracy_2x"] = accuracy[2]
-        if seed == 0 and model.config.preconditioner is not None:  # one is enough to look at
+        rows = [
+            {"pairs": task.pairs, "passes": task.passes, "accuracy": accuracy(task, model)}
+            for task in self.grid()
+        ]
+        by_size = {r["pairs"] / self.pairs: r["accuracy"] for r in rows if r["passes"] == self.passes}
+        prompts, _ = self.sample(32, evaluation_generator())
+        found = {"accuracy": by_size[1], "grid": rows, **write_statistics(model, prompts)}
+        if 2 in by_size:  # a harder task than the one that was learned
+            found["accuracy_2x"] = by_size[2]
+        settings = model.config.preconditioner
+        if seed == 0 and settings is not None and "rule" not in settings:  # one is enough to look at
             scale = scales(model, prompts[:1]).transpose(0, 1).flatten(1)  # [T, layers * HV * K]
             found["scale"] = [[round(d, 4) for d in token] for token in scale.tolist()]
         return found
@@ -135,12 +139,3 @@ class RecallTask:
                 sizes = {"pairs": pairs, "overwrites": overwrites, "length": length}
                 found += [replace(self, **sizes, passes=n) for n in range(1, self.passes + 1)]
         return found
-
-
-def _evaluation_generator() -> torch.Generator:
-    return torch.Generator().manual_seed(EVALUATION_SEED)
-
-
-def _distinct(n: int, choices: int, size: int, generator: torch.Generator) -> Tensor:
-    """n draws of `size` different numbers below `choices`, `[n, size]`."""
-    return torch.rand(n, choices, generator=generator).argsort(1)[:, :size]

@@ -1,7 +1,7 @@
-"""How far one write contracts the error it corrects, on a trained model's own keys, gates and scales.
+"""What a trained model's writes do: how strong they are, and how far each contracts the error it corrects.
 
-For the delta rule f_t(S_t) / f_t(S_{t-1}) = (1 - beta_t <d_t, k_t²>)²: the value and the state cancel (the
-paper, "Algorithmic token-local residual contraction").
+For the delta rule f_t(S_t) / f_t(S_{t-1}) = (1 - beta_t <w_t, k_t>)²: the value and the state cancel,
+whatever rule made the write key w_t (the paper, "Algorithmic token-local residual contraction").
 """
 
 from typing import Any
@@ -9,21 +9,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from osdn.analysis.capture import capture, recurrent_layers
-from osdn.analysis.residuals import FLOOR, residuals, scale_trajectory
+from osdn.analysis.capture import capture
+from osdn.analysis.residuals import FLOOR, scale_trajectory
+from osdn.layers import OperatorInputs, TokenMixer
+from osdn.layers.preconditioner import OPERATORS
 
 
-def residual_ratio(model: nn.Module, input_ids: Tensor) -> dict[str, Any]:
-    """q_geo, the geometric mean of q_t over layers, heads and tokens, and the mean log q_t by position.
+@torch.no_grad()
+def write_statistics(model: nn.Module, input_ids: Tensor) -> dict[str, Any]:
+    """Means over heads, prompts and tokens: of each layer (`writes`), and of all of them.
 
+    `q_geo` is the geometric mean of the residual ratio and `log_q` its mean logarithm by position; `beta` is
+    the mean write strength, `key_scale` the mean <w, k> / <k, k>, and `decay` what the state keeps per token.
     Nothing for a model that has no delta rule.
     """
-    if not recurrent_layers(model):
+    inputs: list[OperatorInputs] = []
+    layers = [module for module in model.modules() if isinstance(module, TokenMixer)]
+    if not layers:
         return {}
-    layers = capture(model, input_ids=input_ids, use_cache=False)
-    log_q = torch.stack([residuals(x).closed.double().clamp_min(FLOOR).log() for x in layers])
-    by_position = log_q.mean((0, 1, 3))  # of [layers, B, T, HV]
-    return {"q_geo": by_position.mean().exp().item(), "log_q": by_position.tolist()}
+    hooks = [x.recurrence.register_forward_hook(lambda _, args, __: inputs.append(args[0])) for x in layers]
+    try:
+        model(input_ids=input_ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    writes, log_q = [], []
+    for layer in inputs:
+        k = layer.k.repeat_interleave(layer.v.shape[2] // layer.k.shape[2], 2).double()
+        along = (write_keys(layer).double() * k).sum(-1)  # <w, k>, [B, T, HV]
+        q = (1 - layer.beta * along).square().clamp_min(FLOOR).log()
+        log_q.append(q.mean((0, 2)))
+        kept = 1.0 if layer.log_decay is None else layer.log_decay.exp().mean().item()
+        scale = (along / k.square().sum(-1).clamp_min(1e-6)).mean().item()
+        row = {"beta": layer.beta.mean().item(), "key_scale": scale, "decay": kept}
+        writes.append(row | {"q_geo": q.mean().exp().item()})
+    by_position = torch.stack(log_q).mean(0)
+    means = {name: sum(row[name] for row in writes) / len(writes) for name in ("beta", "key_scale", "decay")}
+    q_geo = by_position.mean().exp().item()
+    return {"q_geo": q_geo, **means, "writes": writes, "log_q": by_position.tolist()}
+
+
+def write_keys(layer: OperatorInputs) -> Tensor:
+    """What the layer's rule writes with, `[B, T, HV, K]`."""
+    if layer.preconditioner is None:
+        return layer.k.repeat_interleave(layer.v.shape[2] // layer.k.shape[2], 2)
+    arguments = dict(layer.preconditioner)
+    gate = arguments.pop("gain", layer.beta)  # PGDN's phase 1 sees a gate of its own
+    return OPERATORS[layer.rule][0](layer.k, gate, **arguments)[0]
 
 
 def scales(model: nn.Module, input_ids: Tensor) -> Tensor:

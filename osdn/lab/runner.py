@@ -36,6 +36,11 @@ def file_of(run: Run, folder: Path) -> Path:
     return folder / f"{name}-seed{run.seed}-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.json"
 
 
+def read_result(run: Run, folder: Path) -> dict[str, Any]:
+    """What a finished run has found."""
+    return dict(json.loads(file_of(run, folder).read_text()))
+
+
 def progress_bar(console: Console) -> Progress:
     """One bar that knows its end; its unit is tokens seen, of which every experiment takes its share."""
     return Progress(
@@ -50,7 +55,7 @@ def progress_bar(console: Console) -> Progress:
 
 def cost(run: Run) -> int:
     """What a run adds to the bar."""
-    return run.steps * run.batch * run.task.length
+    return run.updates * run.batch * run.task.length
 
 
 def run_all(
@@ -66,7 +71,7 @@ def run_all(
     if missing:
         available_backends()  # compile the kernels once, here, rather than in every worker
         _run_in_processes(missing, folder, progress, bar, min(jobs or os.cpu_count() or 1, len(missing)))
-    return [json.loads(file_of(run, folder).read_text()) for run in runs]
+    return [read_result(run, folder) for run in runs]
 
 
 def _run_in_processes(runs: Sequence[Run], folder: Path, progress: Progress, bar: Any, jobs: int) -> None:
@@ -105,14 +110,15 @@ _worker: dict[str, Any] = {}
 
 
 def _work(run: Run, folder: Path) -> None:
-    label, reported = f"{run.variant.label}, seed {run.seed}", 0
+    label, step, reported = f"{run.variant.label}, seed {run.seed}", 0, 0
 
-    def on_step(step: int, loss: float, accuracy: float) -> None:
-        nonlocal reported
+    def on_step(loss: float, accuracy: float) -> None:
+        nonlocal step, reported
         if _worker["stop"].value:
             raise SystemExit
-        if step % REPORT_EVERY == 0 or step == run.steps:
-            share = cost(run) * (step - reported) / run.steps
+        step += 1
+        if step % REPORT_EVERY == 0 or step == run.updates:
+            share = cost(run) * (step - reported) / run.updates
             reported = step
             _worker["messages"].put((label, share, f"loss {loss:.2f}, accuracy {accuracy:.2f}"))
 

@@ -67,6 +67,8 @@ def describe(results: Results) -> str:
     if "pairs" in task:
         words.insert(0, f"{task['pairs']} pairs, {task['passes']} pass{'es' * (task['passes'] > 1)}")
         words += [f"{task['overwrites']} overwritten"] if task.get("overwrites") else []
+        words += [f"noise {task['noise']:g}"] if task.get("noise") else []
+    words += [task["group"]] if "group" in task else []
     return ", ".join(words)
 
 
@@ -86,7 +88,10 @@ def write(results: Results, rows: Sequence[Row], folder: Path, name: str) -> Non
     metrics = list(dict.fromkeys(row.metric for row in rows))
     with open(folder / "runs.csv", "w", newline="") as f:
         out = csv.writer(f)
-        grid = [f"pairs={g['pairs']} passes={g['passes']}" for g in _first(results).get("grid", [])]
+        grid = [
+            " ".join(f"{name}={x:g}" for name, x in g.items() if name != "accuracy")
+            for g in _first(results).get("grid", [])
+        ]
         out.writerow(["variant", "seed", *metrics, *grid])
         for variant, mine in results.items():
             for run in mine:

@@ -6,7 +6,7 @@ A byte-pair vocabulary is trained on them in seconds.  Training and validation a
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from osdn.lab.residual import residual_ratio
+from osdn.lab.residual import write_statistics
+from osdn.lab.synthetic import TokenTask, at_least
 from osdn.training.data import load_tokenizer, stdlib_documents, train_tokenizer
 
 PROMPT = "def __init__(self, "
 
 
 @dataclass(frozen=True)
-class TextTask:
+class TextTask(TokenTask):
     """Next-token prediction on the corpus that `prepare` left in `folder`.
 
     Args:
@@ -32,6 +33,7 @@ class TextTask:
         length: tokens in a sequence.
         megabytes: how much of the standard library to take.
         evaluation: validation sequences.
+        longest: test on sequences of up to so many times the length, too (2, 4 or 8).
     """
 
     folder: str
@@ -39,6 +41,18 @@ class TextTask:
     length: int = 256
     megabytes: float = 4.0
     evaluation: int = 64
+    longest: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(self, vocab_size=257, length=2, evaluation=1, longest=1)
+        if self.megabytes < 0.1:
+            raise ValueError(f"megabytes is {self.megabytes}; it must be at least 0.1")
+
+    def prepare(self, output: Path) -> "TextTask":
+        name = f"corpus-{self.vocab_size}-{self.megabytes:g}MB"
+        task = replace(self, folder=str(output / name))
+        prepare(task)
+        return task
 
     def batches(self, seed: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Windows at random places of the training files; the same for every model given this seed."""
@@ -51,19 +65,30 @@ class TextTask:
 
     @torch.no_grad()
     def evaluate(self, model: Any, seed: int) -> dict[str, Any]:
-        """Validation loss by position, the residual ratio, and a sample."""
-        tokens = _tokens(self.folder, "validation")
-        starts = torch.linspace(0, len(tokens) - self.length - 1, self.evaluation).long()
-        windows = tokens[starts[:, None] + torch.arange(self.length + 1)]
-        losses = [_losses(model, part) for part in windows.split(16)]
-        by_position = torch.cat(losses).double().mean(0)  # [T]
+        """Validation loss by position and beyond the trained length, the residual ratio, and a sample."""
+        windows = self._windows(self.evaluation, self.length)
+        by_position = _loss_by_position(model, windows)
+        found = {}
+        if self.longest > 1:
+            longer = self._windows(max(1, self.evaluation // self.longest), self.longest * self.length)
+            losses = _loss_by_position(model, longer)
+            for factor in (f for f in (2, 4, 8) if f <= self.longest):  # from half of it to all of it
+                part = losses[factor * self.length // 2 : factor * self.length]
+                found[f"loss_{factor}x"] = part.mean().item()
         return {
+            **found,
             "loss": by_position.mean().item(),
             "perplexity": by_position.mean().exp().item(),
             "loss_by_position": by_position.tolist(),
             "sample": self.generate(model, seed),
-            **residual_ratio(model, windows[::4, :-1]),
+            **write_statistics(model, windows[::4, :-1]),
         }
+
+    def _windows(self, count: int, length: int) -> Tensor:
+        """`count` windows of the validation text, evenly spread, `[count, length + 1]`."""
+        tokens = _tokens(self.folder, "validation")
+        starts = torch.linspace(0, len(tokens) - length - 1, count).long()
+        return tokens[starts[:, None] + torch.arange(length + 1)]
 
     def generate(self, model: Any, seed: int) -> str:
         """What the model writes after a prompt."""
@@ -107,6 +132,9 @@ def _tokens(folder: str, name: str) -> Tensor:
     return torch.from_numpy(np.load(Path(folder) / f"{name}.npy").astype(np.int64))
 
 
-def _losses(model: Any, windows: Tensor) -> Tensor:  # [B, T + 1] -> [B, T]
-    logits = model(windows[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.mT, windows[:, 1:], reduction="none")
+def _loss_by_position(model: Any, windows: Tensor) -> Tensor:  # [B, T + 1] -> [T]
+    losses = []
+    for part in windows.split(16):
+        logits = model(part[:, :-1], use_cache=False).logits
+        losses.append(F.cross_entropy(logits.mT, part[:, 1:], reduction="none"))
+    return torch.cat(losses).double().mean(0)

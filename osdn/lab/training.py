@@ -2,8 +2,15 @@
 
 Models that are to be compared meet the same batches in the same order, and start from the same weights: those
 of the plain backbone, online scaling adding none or a few that start neutral.
+
+A run with `budgets` says what the model could do after a part of its steps.  A cosine would not: at half of
+the steps its learning rate is still high.  So the rate is constant after a warm-up, and for every budget a
+copy of the model branches off and decays it to zero by that budget's end, on the batches that come next in
+any case (Hägele et al. 2024, https://arxiv.org/abs/2405.18392).
 """
 
+import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -18,6 +25,8 @@ from osdn.models import OSDNForCausalLM
 from osdn.zoo import causal_lm
 
 POINTS = 50  # of a learning curve
+DECAY = 0.2  # share of a budget in which the learning rate decays
+OnStep = Callable[[float, float], None]
 
 
 class Task(Protocol):
@@ -25,13 +34,15 @@ class Task(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+    def adapt(self, model: Any) -> None: ...
     def batches(self, seed: int, size: int) -> Iterator[tuple[Tensor, Tensor]]: ...
+    def logits(self, model: Any, inputs: Tensor, labels: Tensor) -> Tensor: ...
     def evaluate(self, model: Any, seed: int) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that determines a result."""
+    """All that determines a result; `budgets` are rising shares of the steps, the last of them 1."""
 
     task: Any  # a Task that is a dataclass
     variant: Variant
@@ -42,46 +53,100 @@ class Run:
     batch: int = 32
     learning_rate: float = 5e-3
     backend: str = field(default="auto", repr=False)
+    budgets: tuple[float, ...] = ()
 
     def settings(self) -> dict[str, Any]:
         return asdict(self) | {"experiment": type(self.task).__name__, "variant": self.variant.label}
 
+    def ends(self) -> list[tuple[int, int]]:
+        """For every budget the steps after which its decay begins and ends."""
+        ends = [max(1, round(share * self.steps)) for share in self.budgets]
+        return [(end - max(1, round(DECAY * end)), end) for end in ends]
 
-def train(run: Run, on_step: Callable[[int, float, float], None] | None = None) -> tuple[nn.Module, Any]:
-    """The trained model, and its learning curve as rows of step, loss and accuracy.
+    @property
+    def updates(self) -> int:
+        """Steps that are computed, those of the branches included."""
+        return self.steps + sum(end - start for start, end in self.ends()[:-1])
 
-    `on_step(step, loss, accuracy)` is called after every step.
-    """
-    model = build(run)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=run.learning_rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, run.steps))
-    curve, recent = [], []
-    for step, (inputs, labels) in zip(range(1, run.steps + 1), run.task.batches(run.seed, run.batch)):
-        asked = labels >= 0
-        hidden = model.model(inputs, use_cache=False).last_hidden_state[asked]
-        logits, answers = model.lm_head(hidden), labels[asked]
+
+class Learner:
+    """A model, its optimizer and its learning curve, as rows of step, loss and accuracy."""
+
+    def __init__(self, run: Run, on_step: OnStep | None = None) -> None:
+        self.run, self.model, self.curve = run, build(run), list[dict[str, float]]()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=run.learning_rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True
+        )
+        self.step, self.recent, self.on_step = 0, list[tuple[float, float]](), on_step
+
+    def learn(self, batch: tuple[Tensor, Tensor], rate: float) -> None:
+        """One step, at a share of the learning rate."""
+        inputs, labels = batch
+        logits, answers = self.run.task.logits(self.model, inputs, labels), labels[labels >= 0]
         loss = F.cross_entropy(logits, answers)
-        optimizer.zero_grad()
+        self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        recent.append((loss.item(), (logits.detach().argmax(-1) == answers).double().mean().item()))
-        if on_step is not None:
-            on_step(step, *recent[-1])
-        if step * POINTS // run.steps > (step - 1) * POINTS // run.steps:
-            means = torch.tensor(recent, dtype=torch.float64).mean(0)
-            curve.append({"step": step, "loss": means[0].item(), "accuracy": means[1].item()})
-            recent = []
-    return model.eval(), curve
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * self.run.learning_rate
+        self.optimizer.step()
+        self.step += 1
+        right = (logits.detach().argmax(-1) == answers).double().mean().item()
+        self.recent.append((loss.item(), right))
+        if self.on_step is not None:
+            self.on_step(*self.recent[-1])
+        if self.step * POINTS // self.run.steps > (self.step - 1) * POINTS // self.run.steps:
+            means = torch.tensor(self.recent, dtype=torch.float64).mean(0)
+            self.curve.append({"step": self.step, "loss": means[0].item(), "accuracy": means[1].item()})
+            self.recent = []
+
+    def branch(self) -> "Learner":
+        """A copy that learns on without this one."""
+        return copy.deepcopy(self, {id(self.run): self.run, id(self.on_step): self.on_step})
 
 
-def execute(run: Run, on_step: Callable[[int, float, float], None] | None = None) -> dict[str, Any]:
-    """Train and evaluate."""
-    model, curve = train(run, on_step)
-    return {"settings": run.settings(), "curve": curve, **run.task.evaluate(model, run.seed)}
+def train(run: Run, on_step: OnStep | None = None) -> tuple[nn.Module, Any]:
+    """The trained model, and its learning curve; `on_step(loss, accuracy)` is called after every step."""
+    learner = Learner(run, on_step)
+    batches = run.task.batches(run.seed, run.batch)
+    for step, batch in zip(range(run.steps), batches):
+        learner.learn(batch, warmup_cosine(step, run.steps))
+    return learner.model.eval(), learner.curve
+
+
+def train_in_budgets(run: Run, on_step: OnStep | None = None) -> Iterator[Learner]:
+    """For every budget a learner whose rate has decayed by its end."""
+    trunk = Learner(run, on_step)
+    batches = run.task.batches(run.seed, run.batch)
+    warmup = max(1, run.ends()[0][1] // 10)
+    for start, end in run.ends():
+        while trunk.step < start:
+            trunk.learn(next(batches), min(1, (trunk.step + 1) / warmup))
+        branch = trunk if end == run.steps else trunk.branch()
+        coming = [next(batches) for _ in range(start, end)]
+        for i, batch in enumerate(coming):
+            branch.learn(batch, 1 - (i + 1) / (len(coming) + 1))
+        branch.model.eval()
+        yield branch
+        batches = itertools.chain(coming, batches)
+
+
+def execute(run: Run, on_step: OnStep | None = None) -> dict[str, Any]:
+    """Train and evaluate.
+
+    With budgets the numbers of each are in `budgets`, and only the writes of the last beside them: files of
+    many runs must stay small.
+    """
+    if not run.budgets:
+        model, curve = train(run, on_step)
+        return {"settings": run.settings(), "curve": curve, **run.task.evaluate(model, run.seed)}
+    found = []
+    for learner in train_in_budgets(run, on_step):
+        measured = run.task.evaluate(learner.model, run.seed)
+        numbers = {name: round(x, 6) for name, x in measured.items() if isinstance(x, float)}
+        found.append({"steps": learner.step, **numbers})
+    writes = {"writes": measured["writes"]} if "writes" in measured else {}
+    return {"settings": run.settings(), **found[-1], "budgets": found, **writes}
 
 
 def build(run: Run) -> Any:
@@ -91,10 +156,13 @@ def build(run: Run) -> Any:
     )
     torch.manual_seed(run.seed)
     if run.variant.row is not None:
-        return causal_lm(run.variant.row, config).train()
-    plain = OSDNForCausalLM(type(config)(**config.to_diff_dict() | {"preconditioner": None}))
-    model = OSDNForCausalLM(config)
-    model.load_state_dict(plain.state_dict(), strict=False)
+        model = causal_lm(run.variant.row, config)
+    else:
+        plain = OSDNForCausalLM(type(config)(**config.to_diff_dict() | {"preconditioner": None}))
+        model = OSDNForCausalLM(config)
+        model.load_state_dict(plain.state_dict(), strict=False)
+    torch.manual_seed(run.seed)  # what a task adds does not depend on how many numbers the mixers drew
+    run.task.adapt(model)
     return model.train()
 
 

@@ -1,8 +1,8 @@
-"""The models of the lab by name: the nine variants, their ablations, a sweep over step size and box, the zoo.
+"""The models of the lab by name: the variants, their ablations, sweeps, and the rows of the zoo.
 
-`osdn-apf` is a variant, `osdn+d0` an ablation of one; `--eta 0.01 0.1` replaces every variant that scales
-online by one copy a step size.  `gla` is a row of the zoo; where a variant has the same name, the row is
-`zoo:delta_net`.
+`osdn-apf` is a variant, `osdn+d0` an ablation of one, `delta_net+pgdn` a plain backbone with another rule;
+`--eta 0.01 0.1` replaces every variant of the paper's rule by one copy per step size.  `gla` is a row of the
+zoo; where a variant has the same name, the row is `zoo:delta_net`.
 """
 
 from collections.abc import Sequence
@@ -14,35 +14,54 @@ from osdn.models import OSDNConfig
 from osdn.models.presets import VARIANTS
 from osdn.zoo import RECURRENCES
 
-# The paper, "OSDN Variant Ablations" and "OSDN implementation".
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "d0": {"initial_scale": "projected"},
-    "d0-free": {"initial_scale": "free"},
-    "beta-blind": {"beta_aware": False},
-    "retention-0.999": {"retention": 0.999},
-    "per-channel": {"retention": "learned_per_channel"},
+# What may follow a plus, by the rule of the variant before it.  Those of the paper's rule are its "OSDN
+# Variant Ablations" and "OSDN implementation".
+CHANGES: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {"pgdn": {"rule": "pgdn"}},
+    "hypergradient": {
+        "d0": {"initial_scale": "projected"},
+        "d0-free": {"initial_scale": "free"},
+        "beta-blind": {"beta_aware": False},
+        "retention-0.999": {"retention": 0.999},
+        "per-channel": {"retention": "learned_per_channel"},
+    },
+    "newton": {"block-8": {"block_size": 8}, "prior-4": {"prior": 4.0}},
 }
+ABLATIONS = CHANGES["hypergradient"]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A name, and what a sweep changed; None is the variant's own."""
+    """A name, and what a sweep changed; None is the variant's own.
+
+    Args:
+        name: of a variant, with an ablation after a plus, or of a row of the zoo.
+        eta: step size of the paper's rule.
+        bounds: its box.
+        beta_bias: where a learned bias of the write gate starts; None is a gate without one.
+        write_scale: a factor of every write strength; 2 allows strengths up to 2.
+    """
 
     name: str
     eta: float | None = None
     bounds: tuple[float, float] | None = None
+    beta_bias: float | None = None
+    write_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        base, _, ablation = self.name.partition("+")
+        base, _, change = self.name.partition("+")
         if base not in VARIANTS and self.row is None:
             raise ValueError(
                 f"there is no variant {base!r}; there are {', '.join(VARIANTS)}, "
                 f"and of the zoo {', '.join(name for name in RECURRENCES if name not in VARIANTS)}"
             )
-        if ablation and ablation not in ABLATIONS:
-            raise ValueError(f"there is no ablation {ablation!r}; there are {', '.join(ABLATIONS)}")
-        if not self.scales and (ablation or self.eta is not None or self.bounds is not None):
-            raise ValueError(f"{base} does not scale online; it has no ablation, eta or box")
+        if self.row is not None and (self.beta_bias is not None or self.write_scale != 1):
+            raise ValueError(f"{base} is a row of the zoo; it has no beta_bias or write_scale")
+        if not self.scales and (self.eta is not None or self.bounds is not None):
+            raise ValueError(f"{base} does not scale online; it has no eta or box")
+        if change and change not in self._changes():
+            known = ", ".join(self._changes()) or "none for it"
+            raise ValueError(f"there is no ablation {change!r} of {base}; there are {known}")
 
     @property
     def row(self) -> str | None:
@@ -55,15 +74,37 @@ class Variant:
         return self.row or VARIANTS[self.name.partition("+")[0]][0]
 
     @property
+    def plain(self) -> bool:
+        """Whether it is a backbone without a preconditioner."""
+        return self.row is None and self.preconditioner is None
+
+    @property
     def scales(self) -> bool:
-        """Whether it scales its writes online, and by settings that can be swept."""
-        return self.row is None and VARIANTS[self.name.partition("+")[0]][1] is not None
+        """Whether it scales its writes by the paper's rule, whose settings can be swept."""
+        return self.row is None and _rule(VARIANTS[self.name.partition("+")[0]][1]) == "hypergradient"
+
+    def _changes(self) -> dict[str, dict[str, Any]]:
+        base = self.name.partition("+")[0]
+        return {} if self.row is not None or base not in VARIANTS else CHANGES[_rule(VARIANTS[base][1])]
+
+    @property
+    def preconditioner(self) -> dict[str, Any] | None:
+        """Its settings; None for a plain backbone and for a row of the zoo."""
+        if self.row is not None:
+            return None
+        base, _, change = self.name.partition("+")
+        swept = {name: x for name, x in (("eta", self.eta), ("bounds", self.bounds)) if x is not None}
+        if VARIANTS[base][1] is None and not change:
+            return None
+        return (VARIANTS[base][1] or {}) | (self._changes()[change] if change else {}) | swept
 
     @property
     def label(self) -> str:
         eta = "" if self.eta is None else f" eta={self.eta:g}"
         box = "" if self.bounds is None else f" box={self.bounds[0]:g}:{self.bounds[1]:g}"
-        return self.name + eta + box
+        bias = "" if self.beta_bias is None else f" bias={self.beta_bias:g}"
+        factor = "" if self.write_scale == 1 else f" write={self.write_scale:g}"
+        return self.name + eta + box + bias + factor
 
     def config(self, width: int, **settings: Any) -> OSDNConfig:
         """The model of this variant at a width, which the tiny presets' proportions follow.
@@ -72,34 +113,36 @@ class Variant:
         """
         if self.row is not None:
             return Variant("delta_net").config(width, **settings)
-        base, _, ablation = self.name.partition("+")
-        settings |= {"hidden_size": width, "intermediate_size": 2 * width}
+        settings |= {"hidden_size": width, "intermediate_size": 2 * width, "beta_bias": self.beta_bias}
         if self.backbone == "gated_delta_net":
             settings |= {"head_k_dim": 3 * width // 8, "head_v_dim": 3 * width // 4}
-        preconditioner = VARIANTS[base][1]
-        if preconditioner is not None:
-            preconditioner = preconditioner | (ABLATIONS[ablation] if ablation else {})
-            swept = {"eta": self.eta, "bounds": self.bounds}
-            preconditioner |= {name: value for name, value in swept.items() if value is not None}
-        return OSDNConfig.from_preset(f"{base}-tiny", preconditioner=preconditioner, **settings)
+        settings |= {"preconditioner": self.preconditioner, "write_scale": self.write_scale}
+        return OSDNConfig.from_preset(f"{self.name.partition('+')[0]}-tiny", **settings)
+
+
+def _rule(settings: dict[str, Any] | None) -> str:
+    return "plain" if settings is None else settings.get("rule", "hypergradient")
 
 
 def sweep(
-    names: Sequence[str], etas: Sequence[float] = (), boxes: Sequence[tuple[float, float]] = ()
+    names: Sequence[str],
+    etas: Sequence[float] = (),
+    boxes: Sequence[tuple[float, float]] = (),
+    beta_bias: float | None = None,
+    write_scale: float = 1.0,
 ) -> list[Variant]:
     """Every name once, or once for each step size and box if it scales online."""
     found = []
     for name in names:
-        plain = Variant(name)
-        if not plain.scales:
-            found.append(plain)
+        if not Variant(name).scales:
+            found.append(Variant(name, None, None, beta_bias, write_scale))
             continue
         swept = product(etas or (None,), boxes or (None,))
-        found += [Variant(name, eta, box) for eta, box in swept]
+        found += [Variant(name, eta, box, beta_bias, write_scale) for eta, box in swept]
     return list(dict.fromkeys(found))
 
 
 def baseline_of(variant: Variant, present: Sequence[Variant]) -> Variant:
     """The plain model of the variant's backbone if it is present, else (as for the zoo) the first of all."""
-    plain = [v for v in present if v.backbone == variant.backbone and not v.scales and v.row is None]
+    plain = [v for v in present if v.backbone == variant.backbone and v.plain]
     return (plain or list(present))[0]

@@ -10,9 +10,14 @@ from osdn.results.tables import Cell, Row, Table
 
 METRICS = {
     "accuracy": "accuracy",
-    "accuracy_2x": "accuracy with twice the pairs",
+    "accuracy_2x": "accuracy at twice the size",
+    "accuracy_4x": "accuracy at four times the size",
+    "accuracy_8x": "accuracy at eight times the size",
     "q_geo": "residual ratio",
     "loss": "validation loss",
+    "loss_2x": "validation loss from the trained length to twice it",
+    "loss_4x": "validation loss from twice to four times the trained length",
+    "loss_8x": "validation loss from four to eight times the trained length",
     "perplexity": "validation perplexity",
 }
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from osdn.results.statistics import estimate
-from osdn.results.style import GREY, INK, colours, legend, legend_label, panel, styled
+from osdn.results.style import GREY, INK, colours, legend, legend_label, panel, panels, styled
 
 Results = Mapping[str, Sequence[dict[str, Any]]]
 
@@ -46,6 +46,41 @@ def accuracy_by_pairs(results: Results) -> Figure:
     axes.annotate("trained", (trained, 0.01), xycoords=("data", "axes fraction"), fontsize=8, color=INK)
     axes.set_ylim(0, 1.02)
     legend(axes)
+    return figure
+
+
+@styled
+def accuracy_by_length(results: Results) -> Figure:
+    """Accuracy at the trained length and at its multiples."""
+    trained = _any(results)["settings"]["task"]["length"]
+    figure, axes = panel("tokens", "accuracy")
+    factors = [f for f in (1, 2, 4, 8) if f == 1 or f"accuracy_{f}x" in _any(results)]
+    names = ["accuracy" if f == 1 else f"accuracy_{f}x" for f in factors]
+    _bands(axes, results, lambda r: [f * trained for f in factors], lambda r: [r[name] for name in names],
+           marker="o", markersize=3)  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([f * trained for f in factors], [str(f * trained) for f in factors])
+    axes.set_ylim(0, 1.02)
+    return figure
+
+
+@styled
+def accuracy_by_depth(results: Results) -> Figure:
+    """One map per model: accuracy by the depth of the needle and the length of the haystack."""
+    figure, [row] = panels(1, len(results), (1.3 + 1.9 * len(results), 2.6), sharey=True)
+    grid = _any(results)["grid"]
+    lengths, depths = (list(dict.fromkeys(g[name] for g in grid)) for name in ("length", "depth"))
+    for axes, (label, mine) in zip(row, results.items()):
+        means = np.mean([[g["accuracy"] for g in r["grid"]] for r in mine], 0)
+        image = axes.imshow(means.reshape(len(lengths), len(depths)).T, vmin=0, vmax=1, aspect="auto",
+                            cmap="viridis")  # fmt: skip
+        axes.grid(False)
+        axes.set_title(legend_label(label), fontsize=9)
+        axes.set_xticks(range(len(lengths)), [str(n) for n in lengths])
+        axes.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
+        axes.set_xlabel("tokens")
+    row[0].set_ylabel("depth")
+    figure.colorbar(image, ax=row, label="accuracy", fraction=0.05)
     return figure
 
 

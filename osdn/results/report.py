@@ -50,7 +50,7 @@ def write_report(store: Store, path: Path, everything: bool = False) -> Path:
 def _headline(comparisons: list[Comparison], store: Store) -> str:
     found = [words for comparison in comparisons for words in findings(comparison)]
     for _, content in store.experiments:
-        metric = "accuracy" if content["experiment"] == "recall" else "loss"
+        metric = "loss" if any(row["metric"] == "loss" for row in content["rows"]) else "accuracy"
         if any(row["metric"] == metric and row["difference"] for row in content["rows"]):
             found.append(
                 verdict(

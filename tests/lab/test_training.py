@@ -1,14 +1,16 @@
 """Matched starts, repeatable numbers, and the diagnosis against the recurrence itself."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from osdn.analysis.capture import capture
 from osdn.lab.recall import RecallTask
-from osdn.lab.residual import residual_ratio, scales
-from osdn.lab.training import Run, build, execute, train, warmup_cosine
+from osdn.lab.residual import scales, write_statistics
+from osdn.lab.training import Learner, Run, build, execute, train, train_in_budgets, warmup_cosine
 from osdn.lab.variants import ABLATIONS, Variant, baseline_of, sweep
 from osdn.models.presets import VARIANTS
 from osdn.zoo import RECURRENCES
@@ -63,7 +65,7 @@ def test_training_lowers_the_loss_of_a_task_that_can_be_learned():
 def test_residual_ratio_is_what_the_writes_do(name):
     model = build(Run(TASK, Variant(name), 0, width=16)).eval()
     inputs, _ = TASK.sample(3, torch.Generator().manual_seed(1))
-    found = residual_ratio(model, inputs)
+    found = write_statistics(model, inputs)
     logs = []
     for layer in capture(model, input_ids=inputs):
         p = layer.problem
@@ -95,6 +97,63 @@ def test_scales_of_a_prompt_start_at_one_and_move_by_eta():
     assert found.shape == (2, TASK.length, 2, 8)
     assert torch.equal(found[:, 0], torch.ones_like(found[:, 0]))
     assert 0 < (found[:, 1:] - found[:, :-1]).abs().max() <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("osdn-newton", 0.5), ("oskda-newton+block-8", 0.5), ("gdn+pgdn", 1)]
+)
+def test_write_statistics_see_every_rule(name, scale):
+    # Newton's first write is k / (1 + beta |k|²): its scale is below one, and no write overshoots.
+    model = build(Run(TASK, Variant(name, beta_bias=-3.0), 0, width=32)).eval()
+    found = write_statistics(model, TASK.sample(3, torch.Generator().manual_seed(1))[0])
+    assert found["beta"] == pytest.approx(1 / (1 + math.exp(3)), rel=0.1)
+    assert scale < found["key_scale"] < 1.5
+    assert found["q_geo"] == pytest.approx((1 - found["beta"] * found["key_scale"]) ** 2, rel=0.05)
+    assert len(found["writes"]) == 2
+    assert (found["decay"] < 1) == (name != "osdn-newton")
+
+
+def test_a_write_scale_of_two_doubles_the_write_strength():
+    inputs = TASK.sample(3, torch.Generator().manual_seed(1))[0]
+    models = [build(Run(TASK, Variant("delta_net", write_scale=x), 0, width=16)).eval() for x in (1.0, 2.0)]
+    single, double = (write_statistics(model, inputs)["writes"][0]["beta"] for model in models)
+    assert double == pytest.approx(2 * single)
+
+
+BUDGETS = (0.25, 0.5, 1.0)
+
+
+def test_a_budget_is_what_a_run_of_that_many_steps_gives():
+    whole = Run(TASK, Variant("osdn"), 0, width=16, steps=40, batch=2, budgets=BUDGETS)
+    found = [(x.step, x.model.lm_head.weight.detach().clone()) for x in train_in_budgets(whole)]
+    assert [step for step, _ in found] == [10, 20, 40]
+    for (steps, weight), part in zip(found, (1, 2, 3)):  # the same warm-up, batches and decay
+        short = replace(whole, steps=steps, budgets=tuple(b * 40 / steps for b in BUDGETS[:part]))
+        *_, last = train_in_budgets(short)
+        assert torch.equal(last.model.lm_head.weight, weight)
+
+
+def test_the_rate_rises_stays_and_falls_to_zero_at_every_budget(monkeypatch):
+    run = Run(TASK, Variant("osdn"), 0, width=16, steps=80, batch=2, budgets=BUDGETS)
+    seen = []
+    original = Learner.learn
+    monkeypatch.setattr(
+        Learner, "learn", lambda self, batch, rate: seen.append(rate) or original(self, batch, rate)
+    )
+    assert [x.step for x in train_in_budgets(run)] == [20, 40, 80]
+    decays = [[1 - i / (n + 1) for i in range(1, n + 1)] for n in (4, 8, 16)]
+    trunk = [0.5, *[1.0] * 63]  # a tenth of the first budget up
+    expected = trunk[:16] + decays[0] + trunk[16:32] + decays[1] + trunk[32:] + decays[2]
+    assert seen == pytest.approx(expected)
+    assert len(seen) == run.updates == 92
+
+
+def test_results_with_budgets_are_those_of_the_last():
+    run = Run(TASK, Variant("delta_net"), 0, width=16, steps=8, batch=2, budgets=BUDGETS)
+    found = execute(run)
+    assert [x["steps"] for x in found["budgets"]] == [2, 4, 8]
+    assert found["accuracy"] == found["budgets"][-1]["accuracy"]
+    assert len(json.dumps(found)) < 3000  # many of these are kept
 
 
 def test_sweeps_leave_the_plain_models_alone():
@@ -134,7 +193,9 @@ def test_a_row_has_an_accuracy_and_no_residual_ratio(name):
     assert "q_geo" not in result
 
 
-@pytest.mark.parametrize("name", ["osdm", "osdn+d1", "delta_net+d0", "gla+d0", "zoo:osdm", "zoo:osdn-apf+d0"])
+@pytest.mark.parametrize(
+    "name", ["osdm", "osdn+d1", "delta_net+d0", "gla+d0", "osdn+pgdn", "zoo:osdm", "zoo:osdn-apf+d0"]
+)
 def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match=r"there is no|does not scale"):
         Variant(name)

@@ -1,12 +1,13 @@
 """Intervals and tests against enumeration and known coverage."""
 
+import math
 from itertools import product
 
 import numpy as np
 import pytest
 
 from osdn.results.experiments import conclusion
-from osdn.results.statistics import estimate, paired_difference
+from osdn.results.statistics import estimate, holm, paired_difference, t_test
 
 
 def test_bootstrap_of_four_values_matches_all_resamples():
@@ -53,3 +54,38 @@ def test_many_seeds_have_no_probability_of_zero_and_no_number_none_at_all():
     assert np.isnan(found.p_value)
     assert not found.seen
     assert "not a finite number" in conclusion(found)
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 0.0132),  # t = 4.243 on 4 degrees of freedom
+        ([0.3, -0.2, 0.1, 0.4, -0.1, 0.2], 0.2722),
+        ([2.0, 4.0], 0.2048),  # one degree of freedom: the Cauchy distribution
+    ],
+)
+def test_the_t_test_agrees_with_tables(differences, expected):
+    assert t_test(differences, [0.0] * len(differences)) == pytest.approx(expected, abs=2e-4)
+    assert t_test([-x for x in differences], [0.0] * len(differences)) == pytest.approx(expected, abs=2e-4)
+
+
+def test_the_t_test_without_spread():
+    assert t_test([0.5, 0.5], [0.5, 0.5]) == 1
+    assert t_test([0.5, 0.5], [0.25, 0.25]) == 0
+    assert math.isnan(t_test([math.nan, 0.5], [0.5, 0.5]))
+
+
+def test_equals_are_told_apart_by_the_t_test_as_often_as_it_says():
+    draws = np.random.default_rng(0).normal(size=(4000, 6))
+    found = np.mean([t_test(row, np.zeros(6)) <= 0.05 for row in draws[:800]])
+    assert abs(found - 0.05) < 4 * (0.05 * 0.95 / 800) ** 0.5
+
+
+def test_holm_steps_down_and_never_falls():
+    # by hand: 4 * 0.01, 3 * 0.013, 2 * 0.03, 0.5, each at least the one before
+    assert holm([0.5, 0.01, 0.03, 0.013]) == pytest.approx([0.5, 0.04, 0.06, 0.04])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+    found = holm([0.01, math.nan])
+    assert found[0] == 0.02
+    assert math.isnan(found[1])

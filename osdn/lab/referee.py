@@ -1,0 +1,355 @@
+"""The referee: which preconditioner, if any, makes a delta rule remember more than a tuned plain one.
+
+Every contestant, the plain delta rule of each backbone included, gets its learning rate and the start of its
+write gate from the same small grid, on seeds that are not used again.  Then all are judged on the same fresh
+seeds, with the same batches, after a quarter, half and all of the budget.  Each is compared with the tuned
+plain rule of its backbone.  Protocol and reasons: docs/referee.md.
+"""
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from osdn.lab.mad import Compression, FuzzyRecall, InContextRecall, Memorization, SelectiveCopying
+from osdn.lab.needle import NeedleTask
+from osdn.lab.recall import RecallTask
+from osdn.lab.runner import cost, file_of, read_result, run_all
+from osdn.lab.text import TextTask
+from osdn.lab.tracking import TrackingTask
+from osdn.lab.training import Learner, Run
+from osdn.lab.variants import Variant, baseline_of
+from osdn.results.statistics import estimate, holm, paired_difference, t_test
+from osdn.results.tables import Cell, Row, Table
+
+BUDGETS = (0.25, 0.5, 1.0)
+TUNING_SEEDS = (1000, 1001)  # never judged
+TUNING_SHARE = 0.5  # of the budget, for every point of the grid
+CALIBRATION_STEPS = 3
+CONTESTANTS = (
+    *("delta_net", "osdn", "osdn-apf", "osdn-newton", "osdn-newton+block-8", "delta_net+pgdn"),
+    *("gdn", "osgdn", "osgdn-apf", "osgdn-newton", "gdn+pgdn"),
+    *("kda", "oskda", "oskda-apf", "oskda-newton", "kda+pgdn"),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A task of the referee, and what counts in it."""
+
+    name: str
+    task: Any
+    steps: int
+    batch: int
+    metric: str = "accuracy"
+    lower_is_better: bool = False
+    write_scale: float = 1.0
+
+    def score(self, result: dict[str, Any]) -> float:
+        """The metric, larger being better; what is not a number is worse than anything."""
+        value = float(result[self.metric])
+        if not math.isfinite(value):
+            return -math.inf
+        return -value if self.lower_is_better else value
+
+
+TRIALS = (
+    # 32 pairs in heads of 16 key channels: more than a state can hold
+    Trial("capacity", RecallTask(256, pairs=32, length=128, passes=1), 800, 16),
+    Trial("overwriting", RecallTask(128, pairs=8, length=80, passes=2, overwrites=4), 600, 24),
+    Trial("noisy pairs", RecallTask(128, pairs=8, length=80, passes=3, noise=0.2), 600, 24),
+    Trial("in-context recall", InContextRecall(), 300, 16),
+    Trial("noisy recall", InContextRecall(32, noise_vocab_size=16, noise=0.2), 800, 16),
+    Trial("fuzzy recall", FuzzyRecall(), 600, 16),
+    Trial("selective copying", SelectiveCopying(), 400, 8),
+    Trial("compression", Compression(), 600, 32),
+    Trial("memorization", Memorization(), 100, 32),
+    # Strengths up to 2 are what makes a reflection, and so parity and permutations, possible at all.
+    Trial("parity", TrackingTask("parity", 32), 300, 32, write_scale=2.0),
+    Trial("S3", TrackingTask("s3", 32), 500, 32, write_scale=2.0),
+    Trial("S5", TrackingTask("s5", 32), 500, 32, write_scale=2.0),
+    Trial("needle", NeedleTask(), 400, 16, metric="accuracy_4x"),
+    Trial("text", TextTask("", length=128, longest=8), 450, 16, "loss", lower_is_better=True),
+)
+# A plain DeltaNet of width 32 does not leave the floor of these within steps that could be paid for.
+LEFT_OUT = ("fuzzy recall", "selective copying", "compression", "S3", "S5")
+QUICK = ("overwriting", "noisy pairs", "parity")
+QUICK_CONTESTANTS = ("delta_net", "osdn", "osdn-newton", "gdn", "osgdn-newton", "kda", "oskda-newton")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is run: every contestant in every trial, tuned over the grid, then judged."""
+
+    trials: tuple[Trial, ...] = TRIALS
+    contestants: tuple[str, ...] = CONTESTANTS
+    learning_rates: tuple[float, ...] = (0.005, 0.01)
+    beta_biases: tuple[float | None, ...] = (None, -2.0)
+    tuning_seeds: tuple[int, ...] = TUNING_SEEDS
+    seeds: int = 6
+    width: int = 32
+    layers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.seeds < 2:
+            raise ValueError(f"seeds is {self.seeds}; a difference needs at least 2")
+        if set(self.tuning_seeds) & set(range(self.seeds)):
+            raise ValueError(f"tuning_seeds {self.tuning_seeds} must not be among the {self.seeds} judged")
+        for name in self.contestants:
+            if self.baseline(name) not in self.contestants:
+                raise ValueError(f"{name} cannot be judged without {self.baseline(name)}: name it, too")
+
+    def cells(self) -> Iterator[tuple[Trial, str]]:
+        return product(self.trials, self.contestants)
+
+    def baseline(self, contestant: str) -> str:
+        """The plain rule of a contestant's backbone; for a row of the zoo, DeltaNet."""
+        plain = [Variant(name) for name in ("delta_net", "gdn", "kda")]
+        return baseline_of(Variant(contestant), plain).name
+
+    def tuning(self, trial: Trial, contestant: str) -> list[list[Run]]:
+        """The runs of every point of the grid, seed by seed."""
+        steps = max(1, round(TUNING_SHARE * trial.steps))
+        biases = (None,) if Variant(contestant).row else self.beta_biases
+        return [
+            [self._run(trial, contestant, seed, rate, bias, steps, (1.0,)) for seed in self.tuning_seeds]
+            for rate, bias in product(self.learning_rates, biases)
+        ]
+
+    def judging(self, trial: Trial, chosen: Run) -> list[Run]:
+        """The runs that count, with what tuning chose."""
+        full = replace(chosen, steps=trial.steps, budgets=BUDGETS)
+        return [replace(full, seed=seed) for seed in range(self.seeds)]
+
+    def _run(
+        self,
+        trial: Trial,
+        contestant: str,
+        seed: int,
+        rate: float,
+        bias: float | None,
+        steps: int,
+        budgets: tuple[float, ...],
+    ) -> Run:
+        factor = 1.0 if Variant(contestant).row else trial.write_scale
+        variant = Variant(contestant, beta_bias=bias, write_scale=factor)
+        return Run(
+            trial.task, variant, seed, self.width, self.layers, steps, trial.batch, rate, budgets=budgets
+        )
+
+
+def quick(protocol: Protocol) -> Protocol:
+    """The same protocol with two fifths of the steps, one learning rate and one tuning seed."""
+    trials = tuple(replace(t, steps=max(20, 2 * t.steps // 5)) for t in protocol.trials)
+    return replace(protocol, trials=trials, learning_rates=(0.01,), tuning_seeds=TUNING_SEEDS[:1])
+
+
+def with_tasks(protocol: Protocol, names: Sequence[str]) -> Protocol:
+    """The protocol with the tasks that are named; without names, with those that can be learned."""
+    known = {trial.name: trial for trial in protocol.trials}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"there is no task {', '.join(unknown)}; there are {', '.join(known)}")
+    chosen = names or [name for name in known if name not in LEFT_OUT]
+    return replace(protocol, trials=tuple(known[name] for name in chosen))
+
+
+def prepared(protocol: Protocol, output: Path) -> Protocol:
+    """The protocol with the files that its tasks need."""
+    return replace(protocol, trials=tuple(replace(t, task=t.task.prepare(output)) for t in protocol.trials))
+
+
+def choose(trial: Trial, grid: Sequence[Sequence[Run]], folder: Path) -> Run:
+    """The best point of a grid, by the mean score of its seeds; of equals, the first."""
+    scores = [fmean(trial.score(read_result(run, folder)) for run in runs) for runs in grid]
+    return grid[max(range(len(grid)), key=lambda i: scores[i])][0]
+
+
+def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
+    return [run for run in runs if not file_of(run, folder).exists()]
+
+
+def planned(protocol: Protocol, folder: Path) -> list[tuple[Trial, list[Run]]]:
+    """What is still to be run, trial by trial; before tuning ends, any point of the grid stands for it."""
+    found = []
+    for trial in protocol.trials:
+        runs: list[Run] = []
+        for contestant in protocol.contestants:
+            grid = protocol.tuning(trial, contestant)
+            left = missing([run for point in grid for run in point], folder)
+            chosen = grid[0][0] if left else choose(trial, grid, folder)
+            judged = protocol.judging(trial, chosen)
+            runs += left + (judged if left else missing(judged, folder))
+        found.append((trial, runs))
+    return found
+
+
+class Clock:
+    """Seconds that runs take on an idle core, from a few steps of each backbone in each task.
+
+    CPU time is measured: on a machine that does other work, the clock on the wall would count that as well.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Any, tuple[float, float]] = {}  # per step, and per evaluation
+
+    def seconds(self, run: Run) -> float:
+        key = (run.task, run.variant.row or run.variant.backbone, run.batch)
+        if key not in self.known:
+            self.known[key] = self._measure(run)
+        step, evaluation = self.known[key]
+        return run.updates * step + max(1, len(run.budgets)) * evaluation
+
+    def _measure(self, run: Run) -> tuple[float, float]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            learner, batches = Learner(run), run.task.batches(run.seed, run.batch)
+            learner.learn(next(batches), 1.0)  # what is only slow at first
+            start = time.process_time()
+            for _ in range(CALIBRATION_STEPS):
+                learner.learn(next(batches), 1.0)
+            learned = time.process_time()
+            run.task.evaluate(learner.model.eval(), run.seed)
+            return (learned - start) / CALIBRATION_STEPS, time.process_time() - learned
+        finally:
+            torch.set_num_threads(threads)
+
+
+def plan_table(protocol: Protocol, folder: Path, jobs: int | None = None) -> Table:
+    """What is left to run, task by task, and how long it takes on idle cores."""
+    clock, workers = Clock(), jobs or os.cpu_count() or 1
+    rows, total, count = [], 0.0, 0
+    for trial, runs in planned(protocol, folder):
+        seconds = sum(clock.seconds(run) for run in runs) / workers
+        total, count = total + seconds, count + len(runs)
+        rows.append(Row(trial.name, [Cell(str(trial.steps)), Cell(str(len(runs))), Cell(_time(seconds))]))
+    rows.append(Row("together", [Cell(""), Cell(str(count)), Cell(_time(total))], rule=True))
+    finished = len(list(folder.glob("*-seed*.json")))
+    note = (
+        f"On {workers} idle cores. {finished} finished runs are in {folder}; interrupt and continue at will."
+    )
+    return Table("To be run", ["steps", "runs", "time"], rows, note)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
+
+
+Outcome = dict[tuple[str, str], list[dict[str, Any]]]  # results by trial and contestant, seed by seed
+
+
+def judge(protocol: Protocol, outcome: Outcome) -> list[dict[str, Any]]:
+    """Every contestant in every trial at every budget: its value, and its difference to the tuned plain rule.
+
+    A positive difference is better.  `p_value` of the difference is of the sign-flip test, `t_p` of the
+    paired t-test, and `adjusted` is `t_p` after Holm's correction for all comparisons at that budget.
+    """
+    rows = []
+    for budget, (trial, contestant) in product(BUDGETS, protocol.cells()):
+        baseline = protocol.baseline(contestant)
+        at = BUDGETS.index(budget)
+        mine, theirs = (
+            [run["budgets"][at] for run in outcome[trial.name, name]] for name in (contestant, baseline)
+        )
+        row: dict[str, Any] = {
+            "trial": trial.name,
+            "metric": trial.metric,
+            "contestant": contestant,
+            "baseline": baseline,
+            "budget": budget,
+            "value": asdict(estimate([run[trial.metric] for run in mine])),
+            "difference": None,
+        }
+        if contestant != baseline:
+            scores = [[trial.score(run) for run in runs] for runs in (mine, theirs)]
+            row |= {"difference": asdict(paired_difference(*scores)), "t_p": t_test(*scores)}
+        rows.append(row)
+    for budget in BUDGETS:
+        compared = [row for row in rows if row["budget"] == budget and row["difference"] is not None]
+        for row, adjusted in zip(compared, holm([row["t_p"] for row in compared])):
+            row["adjusted"] = adjusted
+    return rows
+
+
+def tuned(protocol: Protocol, folder: Path) -> list[dict[str, Any]]:
+    """What tuning chose, and its mean score on the tuning seeds beside that of the best without a bias."""
+    found = []
+    for trial, contestant in protocol.cells():
+        grid = protocol.tuning(trial, contestant)
+        scores = {
+            (runs[0].learning_rate, runs[0].variant.beta_bias): fmean(
+                trial.score(read_result(run, folder)) for run in runs
+            )
+            for runs in grid
+        }
+        chosen = choose(trial, grid, folder)
+        found.append(
+            {
+                "trial": trial.name,
+                "contestant": contestant,
+                "learning_rate": chosen.learning_rate,
+                "beta_bias": chosen.variant.beta_bias,
+                "score": max(scores.values()),
+                "score_without_bias": max(s for (_, bias), s in scores.items() if bias is None),
+            }
+        )
+    return found
+
+
+def diagnose(protocol: Protocol, outcome: Outcome) -> list[dict[str, Any]]:
+    """What the trained models' writes do, as means over the judged seeds; rows of the zoo have none."""
+    found = []
+    for trial, contestant in protocol.cells():
+        runs = outcome[trial.name, contestant]
+        row: dict[str, Any] = {"trial": trial.name, "contestant": contestant}
+        for name in ("beta", "key_scale", "decay", "q_geo"):
+            if name in runs[0]:
+                row[name] = fmean(run[name] for run in runs)
+        found.append(row)
+    return found
+
+
+def run_referee(protocol: Protocol, folder: Path, progress: Progress, jobs: int | None) -> dict[str, Any]:
+    """Tune, judge and compare; what is finished is read from its file."""
+    grids = [(trial, name, protocol.tuning(trial, name)) for trial, name in protocol.cells()]
+    tuning = [run for _, _, grid in grids for point in grid for run in point]
+    stand_ins = [run for trial, _, grid in grids for run in protocol.judging(trial, grid[0][0])]
+    bar = progress.add_task("referee", total=sum(map(cost, tuning + stand_ins)), live="")
+    run_all(tuning, folder, progress, bar, jobs)
+    judging = {
+        (trial.name, name): protocol.judging(trial, choose(trial, g, folder)) for trial, name, g in grids
+    }
+    results = iter(run_all([run for runs in judging.values() for run in runs], folder, progress, bar, jobs))
+    outcome = {cell: [next(results) for _ in runs] for cell, runs in judging.items()}
+    return {
+        "kind": "referee",
+        "seeds": protocol.seeds,
+        "tuning_seeds": list(protocol.tuning_seeds),
+        "learning_rates": list(protocol.learning_rates),
+        "beta_biases": list(protocol.beta_biases),
+        "width": protocol.width,
+        "layers": protocol.layers,
+        "trials": [
+            {
+                "name": t.name,
+                "metric": t.metric,
+                "steps": t.steps,
+                "batch": t.batch,
+                "write_scale": t.write_scale,
+                "lower_is_better": t.lower_is_better,
+                "task": asdict(t.task) | {"folder": ""} if isinstance(t.task, TextTask) else asdict(t.task),
+            }
+            for t in protocol.trials
+        ],
+        "rows": judge(protocol, outcome),
+        "tuned": tuned(protocol, folder),
+        "writes": diagnose(protocol, outcome),
+    }

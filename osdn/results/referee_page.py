@@ -1,0 +1,216 @@
+"""The referee's page: what beats a tuned plain delta rule, and where; then tuning, and what the writes do.
+
+Everything is worded from the file that the referee writes.  Differences are signed so that more is better.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from osdn.results.experiments import difference_of, estimate_of
+from osdn.results.names import title
+from osdn.results.page import figures, section, table, write_page
+from osdn.results.style import GREY, colours, legend, legend_label, panel, styled
+from osdn.results.tables import Cell, Row, Table
+
+LEVEL = 0.05
+BUDGETS = {0.25: "a quarter", 0.5: "half", 1.0: "all"}
+Rows = Sequence[dict[str, Any]]
+
+
+def write_referee(path: Path, content: dict[str, Any], command: str = "osdn lab referee") -> Path:
+    """Write the page of a referee's result."""
+    found = verdicts(content)
+    listed = "".join(f"<li>{escape(words)}</li>" for words in found)
+    tables = [difference_table(content, budget) for budget in (1.0, 0.5, 0.25)]
+    drawn = [(dot_plot(content, base), f"Against {title(base)}. {DOTS}") for base in baselines(content)]
+    body = [
+        f'<ul class="verdicts">{listed}</ul>',
+        section("Contestants by tasks", *(table(one) for one in tables)),
+        section("Differences with their intervals", figures(drawn)),
+        section("What tuning chose", table(tuning_table(content)), table(gate_table(content))),
+        section("What the trained writes do", *(table(one) for one in write_tables(content))),
+        section("Tasks", table(task_table(content), heading=False)),
+    ]
+    return write_page(path, "The referee", f"<p>{escape(lead(content))}</p>", body, command)
+
+
+def lead(content: dict[str, Any]) -> str:
+    names = list(dict.fromkeys(row["contestant"] for row in content["rows"]))
+    return (
+        f"{len(names)} contestants on {len(baselines(content))} backbones, {len(content['trials'])} tasks, "
+        f"{content['layers']} layers of width {content['width']}. Each got its learning rate and the start "
+        f"of its write gate from one grid, on {len(content['tuning_seeds'])} tuning seeds, and was judged on "
+        f"{content['seeds']} others. Differences are to the plain delta rule of the same backbone, tuned in "
+        f"the same way."
+    )
+
+
+def baselines(content: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["baseline"] for row in content["rows"]))
+
+
+def significant(row: dict[str, Any]) -> bool:
+    """Whether a difference survives the correction, and its interval leaves zero out."""
+    d = difference_of(row["difference"])
+    return d is not None and row["adjusted"] <= LEVEL and (d.low > 0 or d.high < 0)
+
+
+def verdicts(content: dict[str, Any]) -> list[str]:
+    """What can be said: what holds more, what only learned faster, and what is worse."""
+    at = {
+        budget: {(r["trial"], r["contestant"]): r for r in content["rows"] if r["budget"] == budget}
+        for budget in BUDGETS
+    }
+    compared = [cell for cell, row in at[1.0].items() if row["difference"] is not None]
+    seen = {budget: [cell for cell in compared if significant(at[budget][cell])] for budget in BUDGETS}
+
+    def better(budget: float) -> list[tuple[str, str]]:
+        return [cell for cell in seen[budget] if at[budget][cell]["difference"]["mean"] > 0]
+
+    more, less = better(1.0), [cell for cell in seen[1.0] if cell not in better(1.0)]
+    early = [cell for cell in better(0.25) if cell not in more]
+    count = f"{len(compared)} comparisons, {content['seeds']} seeds, corrected by Holm's method"
+    if not more:
+        found = [f"With all of its budget nothing beats the tuned plain delta rule ({count})."]
+    else:
+        found = [
+            f"With all of the budget, better than the tuned plain rule ({count}): {_said(at[1.0], more)}."
+        ]
+    if early:
+        found.append(
+            f"Learned faster, but holds no more: after a quarter of the budget better, after all of it not "
+            f"measurably: {_said(at[0.25], early)}."
+        )
+    if less:
+        found.append(f"Worse with all of the budget: {_said(at[1.0], less)}.")
+    if not seen[1.0]:
+        found.append("Nothing is measurably worse either.")
+    return found
+
+
+def _said(rows: dict[tuple[str, str], dict[str, Any]], cells: Sequence[tuple[str, str]]) -> str:
+    return "; ".join(
+        f"{title(contestant)} on {trial} ({difference_of(rows[trial, contestant]['difference'])})"
+        for trial, contestant in cells
+    )
+
+
+def difference_table(content: dict[str, Any], budget: float) -> Table:
+    """The values of the plain rules, and below each what its contestants differ by."""
+
+    def cell(row: dict[str, Any]) -> Cell:
+        d = difference_of(row["difference"])
+        if d is None:
+            return Cell(f"{row['value']['mean']:.3f}")
+        if not math.isfinite(d.mean):
+            return Cell("not finite", good=False)
+        sure = significant(row)
+        mark = "★" if sure else "·" if row["t_p"] <= LEVEL else ""
+        return Cell(f"{d.mean:+.3f}{mark}", best=sure, good=d.mean > 0 if sure else None)
+
+    rows = [row for row in content["rows"] if row["budget"] == budget]
+    note = (
+        "Values of the plain rules, differences of the others; more is better. ★ and colour: different after "
+        "the correction for all comparisons of this table. A dot: p ≤ 0.05 before it, which chance alone "
+        f"gives in {LEVEL:.0%} of the cells."
+    )
+    return _matrix(f"After {BUDGETS[budget]} of the budget", content, rows, cell, note)
+
+
+def _matrix(
+    name: str, content: dict[str, Any], rows: Rows, cell: Callable[[dict[str, Any]], Cell], note: str = ""
+) -> Table:
+    """Contestants by tasks, a rule above each backbone."""
+    trials = [trial["name"] for trial in content["trials"]]
+    by_cell = {(row["contestant"], row["trial"]): row for row in rows}
+    names = list(dict.fromkeys(row["contestant"] for row in content["rows"]))
+    found = [
+        Row(title(n), [cell(by_cell[n, trial]) for trial in trials], rule=n in baselines(content))
+        for n in names
+    ]
+    return Table(name, trials, found, note)
+
+
+def tuning_table(content: dict[str, Any]) -> Table:
+    def cell(row: dict[str, Any]) -> Cell:
+        bias = "none" if row["beta_bias"] is None else f"{row['beta_bias']:g}"
+        return Cell(f"{row['learning_rate']:g}", f"bias {bias}")
+
+    return _matrix("Learning rate and start of the write gate", content, content["tuned"], cell)
+
+
+def gate_table(content: dict[str, Any]) -> Table:
+    def cell(row: dict[str, Any]) -> Cell:
+        return Cell(f"{row['score'] - row['score_without_bias']:+.3f}")
+
+    note = "On the tuning seeds alone, at half of the budget; chosen as the best, so never negative."
+    return _matrix("What a bias of the write gate gained", content, content["tuned"], cell, note)
+
+
+def write_tables(content: dict[str, Any]) -> list[Table]:
+    """Mean write strength, scale of the write keys and residual ratio of the trained models."""
+    quantities = {
+        "beta": "Mean write strength beta",
+        "key_scale": "Mean scale of the write keys, ⟨w, k⟩ / ⟨k, k⟩",
+        "q_geo": "Residual ratio, geometric mean",
+    }
+    found = []
+    for key, words in quantities.items():
+
+        def cell(row: dict[str, Any], key: str = key) -> Cell:
+            return Cell(f"{row[key]:.3f}") if key in row else Cell()
+
+        found.append(_matrix(words, content, content["writes"], cell))
+    return found
+
+
+def task_table(content: dict[str, Any]) -> Table:
+    rows = []
+    for trial in content["trials"]:
+        settings = ", ".join(
+            f"{k.replace('_', ' ')} {v}" for k, v in trial["task"].items() if v not in ("", 0)
+        )
+        worth = f"{trial['metric']}, {'less' if trial['lower_is_better'] else 'more'} is better"
+        sizes = f"{trial['steps']} × {trial['batch']}"
+        rows.append(
+            Row(trial["name"], [Cell(worth), Cell(sizes), Cell(f"{trial['write_scale']:g}"), Cell(settings)])
+        )
+    return Table("Tasks", ["measured", "steps × batch", "strengths up to", "settings"], rows, left=(0, 3))
+
+
+DOTS = "Filled: all of the budget; hollow: a quarter of it. Lines are 95 % intervals over seeds."
+
+
+@styled
+def dot_plot(content: dict[str, Any], base: str) -> Figure:
+    """Differences of the contestants of one backbone, task by task."""
+    rows = [row for row in content["rows"] if row["baseline"] == base and row["difference"] is not None]
+    names = list(dict.fromkeys(row["contestant"] for row in rows))
+    trials = [trial["name"] for trial in content["trials"]]
+    figure, axes = panel(
+        "difference, more is better", size=(4.8, 0.9 + len(trials) * (0.12 + 0.11 * len(names)))
+    )
+    colour = colours(names)
+    for row in rows:
+        if row["budget"] not in (0.25, 1.0):
+            continue
+        full, i = row["budget"] == 1.0, names.index(row["contestant"])
+        place = trials.index(row["trial"]) + (i - (len(names) - 1) / 2) * 0.8 / max(1, len(names))
+        place += 0.0 if full else 0.03
+        d, own = estimate_of(row["difference"]), colour[row["contestant"]]
+        axes.plot([d.low, d.high], [place, place], color=own, linewidth=1.0, alpha=0.9 if full else 0.35)
+        label = legend_label(row["contestant"]) if full and row["trial"] == trials[0] else None
+        fill = own if full else "white"
+        axes.plot(d.mean, place, "o", color=own, markersize=4, markerfacecolor=fill, label=label)
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.set_yticks(np.arange(len(trials)), trials)
+    axes.set_ylim(len(trials) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    legend(axes)
+    return figure

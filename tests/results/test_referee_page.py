@@ -1,0 +1,108 @@
+"""The referee's page says what the numbers allow, and no more."""
+
+import numpy as np
+import pytest
+
+from osdn.results.referee_page import difference_table, significant, verdicts, write_referee
+from tests.browser import CHROMIUM, DRIVER, browser
+
+NAMES = {
+    "delta_net": "delta_net",
+    "osdn": "delta_net",
+    "osdn-newton": "delta_net",
+    "gdn": "gdn",
+    "gdn+pgdn": "gdn",
+}
+
+
+def row(trial, contestant, budget, mean=0.0, adjusted=1.0, spread=0.02):
+    difference = None
+    if contestant != NAMES[contestant]:
+        difference = {"mean": mean, "low": mean - spread, "high": mean + spread, "seeds": 6, "p_value": 0.03}
+    value = {"mean": 0.5 + mean, "low": 0.4, "high": 0.6, "seeds": 6}
+    found = {"trial": trial, "metric": "accuracy", "contestant": contestant, "baseline": NAMES[contestant]}
+    return found | {
+        "budget": budget, "value": value, "difference": difference, "t_p": adjusted / 4, "adjusted": adjusted,
+    }  # fmt: skip
+
+
+def content(effects, trials=("capacity", "text")):
+    """A result in which (trial, contestant, budget) differ by a mean with an adjusted p-value."""
+    cells = [(t, n) for t in trials for n in NAMES]
+    rows = [row(t, n, b, *effects.get((t, n, b), (0.0, 1.0))) for b in (0.25, 0.5, 1.0) for t, n in cells]
+    tuned = [
+        {"trial": t, "contestant": n, "learning_rate": 0.01, "beta_bias": None if n == "gdn" else -2.0,
+         "score": 0.5, "score_without_bias": 0.4}
+        for t, n in cells
+    ]  # fmt: skip
+    writes = [{"trial": t, "contestant": n, "beta": 0.2, "key_scale": 0.9, "q_geo": 0.6} for t, n in cells]
+    task = {"vocab_size": 64, "length": 128, "folder": ""}
+    return {
+        "seeds": 6, "tuning_seeds": [1000], "width": 32, "layers": 2, "rows": rows, "tuned": tuned,
+        "writes": writes,
+        "trials": [
+            {"name": t, "metric": "accuracy", "steps": 10, "batch": 2, "write_scale": 1.0,
+             "lower_is_better": False, "task": task}
+            for t in trials
+        ],
+    }  # fmt: skip
+
+
+def test_nothing_is_the_first_sentence_when_nothing_was_found():
+    first, *rest = verdicts(content({("text", "osdn", 1.0): (0.3, 0.06)}))
+    assert first.startswith("With all of its budget nothing beats the tuned plain delta rule (6 comparisons")
+    assert rest == ["Nothing is measurably worse either."]
+
+
+def test_holding_more_learning_faster_and_worse_are_told_apart():
+    effects = {
+        ("capacity", "osdn-newton", 1.0): (0.2, 0.01),
+        ("capacity", "osdn-newton", 0.25): (0.3, 0.01),
+        ("text", "osdn", 0.25): (0.1, 0.01),
+        ("text", "gdn+pgdn", 1.0): (-0.1, 0.01),
+    }
+    more, faster, worse = verdicts(content(effects))
+    assert "osdn-newton on capacity (+0.200" in more.replace("OSDN-Newton", "osdn-newton")
+    assert "OSDN on" not in more
+    assert faster.startswith("Learned faster, but holds no more")
+    assert "OSDN on text (+0.100" in faster
+    assert "capacity" not in faster
+    assert "gdn+pgdn on text (-0.100" in worse.replace("GDN", "gdn")
+
+
+@pytest.mark.parametrize(
+    ("mean", "adjusted", "spread", "expected"),
+    [(0.1, 0.04, 0.02, True), (0.1, 0.06, 0.02, False), (0.1, 0.04, 0.2, False), (0.1, np.nan, 0.02, False)],
+)
+def test_a_difference_needs_the_corrected_test_and_the_interval(mean, adjusted, spread, expected):
+    assert significant(row("text", "osdn", 1.0, mean, adjusted, spread)) == expected
+
+
+def test_the_table_marks_what_is_sure_and_what_was_before_the_correction():
+    table = difference_table(
+        content({("text", "osdn", 1.0): (0.1, 0.01), ("capacity", "osdn", 1.0): (-0.1, 0.1)}), 1.0
+    )
+    cells = {found.label: found.cells for found in table.rows}
+    assert [found.rule for found in table.rows] == [True, False, False, True, False]
+    assert cells["DeltaNet"][0].text == "0.500"
+    assert (cells["OSDN"][1].text, cells["OSDN"][1].good) == ("+0.100★", True)
+    assert (cells["OSDN"][0].text, cells["OSDN"][0].good) == ("-0.100·", None)
+
+
+def test_the_page_has_every_section(tmp_path):
+    text = write_referee(tmp_path / "page.html", content({})).read_text()
+    for words in ("nothing beats", "After a quarter of the budget", "What tuning chose", "Residual ratio"):
+        assert words in text
+    assert text.count("<svg") == 2  # one per backbone
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no browser")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_is_not_wider_than_the_window(width, tmp_path):
+    trials = tuple(f"a task of name {i}" for i in range(13))
+    page = write_referee(tmp_path / "page.html", content({}, trials))
+    with browser(tmp_path / "profile", width, 800) as seen:
+        seen.open(page)
+        assert seen.run("return document.documentElement.scrollWidth <= window.innerWidth")
+        assert not seen.complaints()

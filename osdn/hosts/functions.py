@@ -19,8 +19,10 @@ from torch import Tensor
 
 from osdn.layers.precision import l2_normalize
 from osdn.ops import delta_rule, watched
+from osdn.ops.cpu.convolution import convolution_step, short_convolution, usable
 
 Function = Callable[..., Any]
+ACTIVATIONS = (None, "silu", "swish")  # that the convolution's kernel knows
 
 
 class Current(threading.local):
@@ -66,16 +68,56 @@ def convolution(original: Function) -> Function:
     """The short convolution over whole sequences, `[B, D, T]`."""
 
     @wraps(original)
-    def replacement(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        cu_seqlens = _boundaries(kwargs) if _on_cpu(hidden_states) else None
-        if cu_seqlens is None:
-            return original(hidden_states, *args, **kwargs)
-        kwargs = {name: x for name, x in kwargs.items() if name != "seq_idx"}
-        B, D, T = hidden_states.shape
-        row = hidden_states.mT.reshape(B * T, D).t()[None]
-        pieces = row.split(cu_seqlens.diff().tolist(), 2)
-        made = torch.cat([original(x, *args, **kwargs) for x in pieces if x.shape[2]], 2)
-        return made[0].t().view(B, T, D).mT
+    def replacement(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        x = hidden_states.mT  # [B, T, D]
+        B, T, D = x.shape
+        cu_seqlens = _boundaries(kwargs) if _on_cpu(x) else None
+        if cu_seqlens is not None and B > 1:  # rows of several sequences each: one row of them all
+            x = x.reshape(1, B * T, D)
+        if usable(x) and activation in ACTIVATIONS:
+            y = short_convolution(x, weight, bias, cu_seqlens=cu_seqlens, silu=activation is not None)
+        elif cu_seqlens is None:
+            return original(hidden_states, weight, bias, activation, **kwargs)
+        else:
+            pieces = x.mT.split(cu_seqlens.diff().tolist(), 2)
+            y = torch.cat([original(p, weight, bias, activation) for p in pieces if p.shape[2]], 2).mT
+        return y.reshape(B, T, D).mT
+
+    return replacement
+
+
+def convolution_update(original: Function) -> Function:
+    """The same for one more token, `[B, D, 1]`; moves `conv_state` on in place."""
+
+    @wraps(original)
+    def replacement(
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        tensors = [x for x in (hidden_states, conv_state, weight, bias) if x is not None]
+        if (
+            activation in ACTIVATIONS
+            and hidden_states.shape[2] == 1
+            and conv_state.shape[2] >= weight.shape[1]
+            and conv_state.is_contiguous()
+            and all(x.dtype == weight.dtype and x.device == weight.device for x in tensors)
+            and usable(weight)
+            and not watched.by_autograd(tensors)
+            and not watched.by_others(tensors)
+        ):
+            if not conv_state.is_inference():
+                torch.autograd.graph.increment_version(conv_state)
+            return convolution_step(hidden_states, conv_state, weight, bias, activation is not None)
+        return original(hidden_states, conv_state, weight, bias, activation)
 
     return replacement
 

@@ -27,6 +27,7 @@ REPLACEMENTS = {
     "chunk_kimi_delta_attention": functions.recurrence,
     "recurrent_kimi_delta_attention": functions.recurrence,
     "causal_conv1d_fn": functions.convolution,
+    "causal_conv1d_update": functions.convolution_update,
     "create_recurrent_attention_mask": functions.recurrent_mask,
     "apply_mask_to_padding_states": functions.padding,
 }

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osdn.layers.precision import l2_normalize
+from osdn.layers.precision import l2_normalize, widen
 from osdn.ops import delta_rule, watched
 from osdn.ops.cpu.convolution import convolution_step, short_convolution, usable
+from osdn.ops.cpu.normalization import widened
 
 Function = Callable[..., Any]
 ACTIVATIONS = (None, "silu", "swish")  # that the convolution's kernel knows
@@ -45,10 +46,9 @@ def recurrence(original: Function) -> Function:
         cu_seqlens = _boundaries(kwargs)
         current.cu_seqlens = None  # the layer has no further use for it
         dtype = query.dtype
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        tensors = [query.to(wide), key.to(wide), value.to(wide), kwargs["beta"], kwargs["g"]]
-        if kwargs.get("use_qk_l2norm_in_kernel"):
-            tensors[:2] = l2_normalize(tensors[0]), l2_normalize(tensors[1])
+        unit = bool(kwargs.get("use_qk_l2norm_in_kernel"))
+        wide = [_wide(query, unit), _wide(key, unit), _wide(value, False)]
+        tensors = [*wide, kwargs["beta"], kwargs["g"]]
         if cu_seqlens is not None and B > 1:  # rows of several sequences each: one row of them all
             tensors = [x.flatten(0, 1)[None] for x in tensors]
         q, k, v, beta, g = tensors
@@ -159,6 +159,13 @@ def padding(original: Function) -> Function:
         return original(hidden_states, attention_mask)
 
     return replacement
+
+
+def _wide(x: Tensor, unit: bool) -> Tensor:
+    """Queries, keys or values `[B, T, H, K]` in float32 at least, of unit length if wanted."""
+    if usable(x):
+        return widened(x, unit)
+    return l2_normalize(widen(x)) if unit else widen(x)
 
 
 def _on_cpu(*arguments: Any) -> bool:

@@ -1,8 +1,8 @@
 """The short convolution that queries, keys and values pass through: causal, depthwise, then SiLU.
 
 On a CPU it is a compiled kernel (`osdn/ops/cpu/convolution.h`).  Elsewhere four taps are four multiply-adds
-of a shifted copy.  Sequences that are packed into one row, or that continue, need nothing more: it is the same
-convolution over a row in which every sequence is preceded by its last inputs.
+of a shifted copy.  Sequences that are packed into one row, or that continue, need nothing more: it is the
+same convolution over a row in which every sequence is preceded by its last inputs.
 """
 
 from typing import Any

@@ -4,10 +4,7 @@ It reads its inputs as they lie in memory, so that a transposed view costs no co
 for float64 inputs), and returns `[B, T, D]` with the channels side by side.
 """
 
-import ctypes
-import re
 import struct
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,7 +13,7 @@ from torch import Tensor
 
 from osdn.ops import checks, watched
 from osdn.ops.cpu import _host_boundaries, _refuse_double_backward, available
-from osdn.ops.cpu.build import library
+from osdn.ops.cpu.binding import Kernel, bind, run
 
 SEGMENT = 1024  # tokens, as in convolution.h
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -30,7 +27,7 @@ INTEGERS = (
     *("x_batch", "x_token", "x_channel", "grad_batch", "grad_token", "grad_channel"),
     *("N", "T", "D", "W", "S", "state_length", "half", "silu", "threads"),
 )
-CALL = struct.Struct(f"{len(POINTERS) + len(INTEGERS)}q")
+LAYOUT = struct.Struct(f"{len(POINTERS) + len(INTEGERS)}q")
 
 
 def usable(x: Tensor) -> bool:
@@ -114,29 +111,18 @@ def convolution_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | No
 
 
 @cache
-def _kernels(dtype: torch.dtype) -> dict[str, Callable[[bytes], int]]:
-    compiled = library("double" if dtype == torch.float64 else "float")
-    size = ctypes.c_int64.in_dll(compiled, "osdn_convolution_size").value
-    symbol = ctypes.c_char.in_dll(compiled, "osdn_convolution_call")
-    declaration = ctypes.c_char_p(ctypes.addressof(symbol)).value or b""
-    fields = re.findall(r"(\w+)\s*[,;]", declaration.decode())
-    if (size, fields) != (CALL.size, [*POINTERS, *INTEGERS]):  # a field out of place would be a wild pointer
-        raise RuntimeError("struct Convolution in convolution.h and the fields in convolution.py differ")
-    functions = {}
-    for name, suffix in (("forward", ""), ("backward", "_back"), ("step", "_step")):
-        functions[name] = getattr(compiled, f"osdn_convolution{suffix}")
-        functions[name].argtypes = [ctypes.c_char_p]
-    return functions
+def _kernels(dtype: torch.dtype) -> dict[str, Kernel]:
+    names = [f"osdn_convolution{suffix}" for suffix in ("", "_back", "_step")]
+    found = bind(dtype, "osdn_convolution", (*POINTERS, *INTEGERS), LAYOUT.size, names)
+    return dict(zip(("forward", "backward", "step"), found))
 
 
 def _run(
     kernel: str, tensors: dict[str, Tensor | None], dtype: torch.dtype, integers: dict[str, int]
 ) -> None:
-    pointers = [x.data_ptr() if (x := tensors.get(name)) is not None else 0 for name in POINTERS]
     integers |= {"half": dtype == torch.bfloat16, "threads": torch.get_num_threads()}
-    call = CALL.pack(*pointers, *(int(integers.get(name, 0)) for name in INTEGERS))
-    if _kernels(torch.float64 if dtype == torch.float64 else torch.float32)[kernel](call):
-        raise MemoryError("out of memory in osdn's CPU kernels")
+    fields = [*(tensors.get(name) for name in POINTERS), *(integers.get(name) for name in INTEGERS)]
+    run(_kernels(torch.float64 if dtype == torch.float64 else torch.float32)[kernel], LAYOUT, fields)
 
 
 def _geometry(x: Tensor, taps: Tensor, cuts: Tensor | None, silu: bool) -> tuple[dict[str, int], Tensor]:

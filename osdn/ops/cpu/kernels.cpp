@@ -24,6 +24,7 @@
 #include "backward.h"
 #include "convolution.h"
 #include "forward.h"
+#include "normalize.h"
 #include "scale.h"
 
 namespace {
@@ -97,6 +98,13 @@ int over_channels(const Convolution& call, int64_t parts, int64_t tokens, F&& f)
     return for_each(parts * blocks, std::max<int64_t>(1, std::min(call.threads, work / GRAIN)), f);
 }
 
+int over_tokens(const Rows& call, bool back) {
+    const int64_t tokens = call.B * call.T, work = (back ? 8 : 4) * tokens * call.H * call.K;
+    return for_each((tokens + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM,
+                    std::max<int64_t>(1, std::min(call.threads, work / GRAIN)),
+                    [&](int64_t item) { normalize_item<REAL>(call, item, back); });
+}
+
 }  // namespace
 
 // REAL is float or double: one library each, so that nobody waits for the one they do not use.
@@ -120,4 +128,6 @@ int osdn_convolution_back(const Convolution* call) {
 int osdn_convolution_step(const Convolution* call) {
     return over_channels(*call, call->N, 4 * call->N, [&](int64_t item) { convolve_step_item<REAL>(*call, item); });
 }
+int osdn_rows(const Rows* call) { return over_tokens(*call, false); }
+int osdn_rows_back(const Rows* call) { return over_tokens(*call, true); }
 }

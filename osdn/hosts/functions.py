@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from osdn.hosts.scaling import Scaling
 from osdn.layers.precision import l2_normalize, widen
-from osdn.ops import delta_rule, watched
+from osdn.ops import delta_rule, online_scaled_delta_rule, watched
 from osdn.ops.cpu.convolution import convolution_step, short_convolution, usable
 from osdn.ops.cpu.normalization import widened
 
@@ -30,6 +31,7 @@ class Current(threading.local):
     """Of the layer that this thread is in."""
 
     cu_seqlens: Tensor | None = None  # where position ids start again
+    scaling: Scaling | None = None  # if it has online scaling
 
 
 current = Current()
@@ -40,26 +42,30 @@ def recurrence(original: Function) -> Function:
 
     @wraps(original)
     def replacement(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or not _on_cpu(query, key, value, *kwargs.values()):
+        scaling = None if torch.compiler.is_compiling() else current.scaling
+        if scaling is None and (args or not _on_cpu(query, key, value, *kwargs.values())):
             return original(query, key, value, *args, **kwargs)
         B, T = query.shape[:2]
-        cu_seqlens = _boundaries(kwargs)
-        current.cu_seqlens = None  # the layer has no further use for it
-        dtype = query.dtype
+        cu_seqlens, current.cu_seqlens = _boundaries(kwargs), None  # the layer has no further use for it
         unit = bool(kwargs.get("use_qk_l2norm_in_kernel"))
         wide = [_wide(query, unit), _wide(key, unit), _wide(value, False)]
         tensors = [*wide, kwargs["beta"], kwargs["g"]]
         if cu_seqlens is not None and B > 1:  # rows of several sequences each: one row of them all
             tensors = [x.flatten(0, 1)[None] for x in tensors]
-        q, k, v, beta, g = tensors
-        out, state = delta_rule(
-            q, k, v, beta,
-            log_decay=g,
-            initial_state=kwargs.get("initial_state"),
-            output_final_state=bool(kwargs.get("output_final_state")),
-            cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-        return out.view(B, T, *out.shape[2:]).to(dtype), state
+        q, k, v, beta, log_decay = tensors
+        shared: dict[str, Any] = {
+            "log_decay": log_decay,
+            "initial_state": kwargs.get("initial_state"),
+            "output_final_state": bool(kwargs.get("output_final_state")),
+            "cu_seqlens": cu_seqlens,
+        }
+        if scaling is None:
+            out, state = delta_rule(q, k, v, beta, **shared)
+        else:
+            settings = scaling.arguments(log_decay, continued=shared["initial_state"] is not None)
+            out, state, scale = online_scaled_delta_rule(q, k, v, beta, **settings, **shared)
+            scaling.keep(scale)
+        return out.view(B, T, *out.shape[2:]).to(query.dtype), state
 
     return replacement
 

@@ -6,14 +6,19 @@ ends, by an import hook that knows eight names; nothing is imported for its own 
 """
 
 import importlib
+import inspect
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from osdn.hosts import functions
+from osdn.hosts.scaling import configure, switch
+from osdn.layers.preconditioner import PreconditionerConfig
 from osdn.ops import checks
 
 FAMILIES = (
@@ -21,11 +26,12 @@ FAMILIES = (
     *("kimi_linear", "bailing_hybrid", "glm5_next"),  # one decay per channel
 )
 MODULES = {f"transformers.models.{family}.modeling_{family}": family for family in FAMILIES}
+RECURRENCES = (
+    *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+    *("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
+)
 REPLACEMENTS = {
-    "torch_chunk_gated_delta_rule": functions.recurrence,
-    "torch_recurrent_gated_delta_rule": functions.recurrence,
-    "chunk_kimi_delta_attention": functions.recurrence,
-    "recurrent_kimi_delta_attention": functions.recurrence,
+    **dict.fromkeys(RECURRENCES, functions.recurrence),
     "causal_conv1d_fn": functions.convolution,
     "causal_conv1d_update": functions.convolution_update,
     "create_recurrent_attention_mask": functions.recurrent_mask,
@@ -36,14 +42,21 @@ replacing = threading.RLock()  # held while names in modules of `transformers` c
 _originals: dict[tuple[ModuleType, str], Any] = {}  # by module and name
 
 
-def accelerate(*, undo: bool = False) -> list[str]:
+def accelerate(
+    model: nn.Module | None = None,
+    *,
+    preconditioner: PreconditionerConfig | Mapping[str, Any] | None = None,
+    undo: bool = False,
+) -> list[str]:
     """Run the delta-rule models of `transformers` on our CPU kernels, or put the originals back.
 
     Models that exist already and models that are loaded later are both served.  Tensors on other devices
     take the original functions.  Calling it again changes nothing.
 
     Args:
-        undo: restore every function that was replaced.
+        model: a loaded model, to switch online scaling on or off in it.
+        preconditioner: settings of online scaling for every delta-rule layer of `model`, on any device.
+        undo: restore every function that was replaced; with `model`, only switch its online scaling off.
 
     Returns:
         The families reached among those imported so far; with `undo`, those that were restored.
@@ -55,18 +68,36 @@ def accelerate(*, undo: bool = False) -> list[str]:
     True
     """
     checks.flag("undo", undo)
+    if preconditioner is not None and (model is None or undo):
+        raise ValueError(
+            "preconditioner goes with a model, and not with undo: accelerate(model, preconditioner=...)"
+        )
+    layers = [] if model is None else _delta_rule_layers(model)
+    if model is not None and not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no delta-rule layer of {', '.join(FAMILIES)}; models of osdn are "
+            "fast already, and have a preconditioner in their configuration"
+        )
+    config = None if preconditioner is None else configure(preconditioner)
     for name in MODULES:
         if name in sys.modules:
             importlib.import_module(name)  # waits for an import under way in another thread
     with replacing:
+        if config is not None or undo:
+            switch(layers, config, functions.current)
         if undo:
-            return _restore()
+            return _restore() if model is None else []
         if _LaterImports not in sys.meta_path:
             sys.meta_path.insert(0, _LaterImports)
         for name in MODULES:
             if name in sys.modules:
                 _replace(sys.modules[name])
         return _families()
+
+
+def _delta_rule_layers(model: nn.Module) -> list[nn.Module]:
+    layers = [layer for layer in model.modules() if type(layer).__module__ in MODULES]
+    return [x for x in layers if {*inspect.unwrap(type(x).forward).__code__.co_names} & {*RECURRENCES}]
 
 
 def _replace(module: ModuleType) -> None:

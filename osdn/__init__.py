@@ -3,6 +3,7 @@
 Importing this package registers its models with the Auto classes of `transformers`.
 """
 
+from osdn.hosts import accelerate
 from osdn.models import (
     PRESETS,
     OSDNConfig,
@@ -19,6 +20,7 @@ __all__ = [
     "OSDNConfig",
     "OSDNForCausalLM",
     "OSDNModel",
+    "accelerate",
     "describe",
     "load_flash_linear_attention",
     "save_flash_linear_attention",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from osdn.analysis.theory.runs import Problem
+from osdn.hosts.names import replacing
 from osdn.layers import OperatorInputs, TokenMixer
 from osdn.layers.precision import l2_normalize
 
@@ -46,7 +47,6 @@ class LayerCapture:
 
 
 Receive = Callable[[LayerCapture], None]
-_replacing = threading.RLock()  # held while functions of `transformers` are replaced
 
 
 def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -128,7 +128,7 @@ def _foreign_calls(layers: dict[tuple[int, str], nn.Module], receive: Receive) -
             receive(_read_foreign(layer, name, args, kwargs, result[0]))
         return result
 
-    with _replacing, ExitStack() as stack:
+    with replacing, ExitStack() as stack:
         for source, name in {(type(x).__module__, name) for x in layers.values() for name in _functions(x)}:
             module = sys.modules[source]
             original = getattr(module, name)

@@ -1,9 +1,8 @@
 """The short convolution that queries, keys and values pass through: causal, depthwise, then SiLU.
 
-Four taps are four multiply-adds of a shifted copy, and written that way they run at the speed of memory on
-a CPU, where a grouped `conv1d` takes several times as long (`benchmarks/models.py`).  Sequences that are
-packed into one row, or that continue, need nothing more: it is the same convolution over a row in which
-every sequence is preceded by its last inputs.
+On a CPU it is a compiled kernel (`osdn/ops/cpu/convolution.h`).  Elsewhere four taps are four multiply-adds
+of a shifted copy.  Sequences that are packed into one row, or that continue, need nothing more: it is the
+same convolution over a row in which every sequence is preceded by its last inputs.
 """
 
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 
 from osdn.layers.precision import widen
 from osdn.ops import watched
+from osdn.ops.cpu.convolution import short_convolution, usable
 
 
 class ShortConvolution(nn.Conv1d):
@@ -41,6 +41,9 @@ class ShortConvolution(nn.Conv1d):
         past = self.kernel_size[0] - 1
         if tail is not None:
             tail = tail.to(x.dtype)  # it may come from another precision, as from autocast
+        if x.shape[1] > 1 and usable(x):
+            y = short_convolution(x, self.weight[:, 0], tail=tail, cu_seqlens=cu_seqlens)
+            return y, _last_inputs(x, tail, cu_seqlens, past) if output_final_state else None
         if cu_seqlens is not None:
             return self._packed(x, tail, cu_seqlens, output_final_state)
         if tail is None and not output_final_state:
@@ -70,6 +73,22 @@ class ShortConvolution(nn.Conv1d):
         y = _convolution(rows[None], self.weight)[:, token_row]
         last_row = (cuts[1:] + past * sequence)[:, None] + lags
         return y, rows[last_row] if output_final_state else None  # [1, T, D], [N, past, D]
+
+
+def _last_inputs(x: Tensor, tail: Tensor | None, cu_seqlens: Tensor | None, past: int) -> Tensor:
+    """The tail `[N, past, D]` that continues every sequence."""
+    B, T, D = x.shape
+    if cu_seqlens is None:
+        if past <= T:
+            return x[:, T - past :].clone()
+        return torch.cat([x.new_zeros(B, past, D) if tail is None else tail, x], 1)[:, T:]
+    starts, ends = cu_seqlens[:-1, None].long(), cu_seqlens[1:, None].long()
+    token = ends - past + torch.arange(past, device=x.device)  # [N, past]
+    last = x[0, token.clamp(min=0)]
+    if tail is None:
+        return last * (token >= starts)[..., None]
+    before = (token - starts + past).clamp(max=past - 1)  # its place in the old tail
+    return torch.where((token >= starts)[..., None], last, tail.take_along_dim(before[..., None], 1))
 
 
 def _convolution(x: Tensor, weight: Tensor) -> Tensor:  # [B, T, D], [D, 1, W]

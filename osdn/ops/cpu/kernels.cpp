@@ -22,7 +22,9 @@
 #include <vector>
 
 #include "backward.h"
+#include "convolution.h"
 #include "forward.h"
+#include "normalize.h"
 
 namespace {
 
@@ -91,6 +93,19 @@ int over_heads(const Call& call, int64_t work_per_token, F&& f) {
                     [&](int64_t item) { f(Head<R>(call, item / call.HV, item % call.HV)); });
 }
 
+template <class F>
+int over_channels(const Convolution& call, int64_t parts, int64_t tokens, F&& f) {
+    const int64_t blocks = (call.D + CHANNELS - 1) / CHANNELS, work = tokens * call.D * call.W;
+    return for_each(parts * blocks, std::max<int64_t>(1, std::min(call.threads, work / GRAIN)), f);
+}
+
+int over_tokens(const Rows& call, bool back) {
+    const int64_t tokens = call.B * call.T, work = (back ? 8 : 4) * tokens * call.H * call.K;
+    return for_each((tokens + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM,
+                    std::max<int64_t>(1, std::min(call.threads, work / GRAIN)),
+                    [&](int64_t item) { normalize_item<REAL>(call, item, back); });
+}
+
 }  // namespace
 
 // REAL is float or double: one library each, so that nobody waits for the one they do not use.
@@ -105,4 +120,17 @@ int osdn_precondition(const Call* call) {
 int osdn_precondition_back(const Call* call) {
     return over_heads<REAL>(*call, 20 * call->K * call->block, precondition_back_head<REAL>);
 }
+int osdn_convolution(const Convolution* call) {
+    const int64_t tokens = call->cu_seqlens ? call->cu_seqlens[call->N] : call->N * call->T;
+    return over_channels(*call, call->S, tokens, [&](int64_t item) { convolve_item<REAL>(*call, item, false); });
+}
+int osdn_convolution_back(const Convolution* call) {
+    const int64_t tokens = call->cu_seqlens ? call->cu_seqlens[call->N] : call->N * call->T;
+    return over_channels(*call, call->S, 3 * tokens, [&](int64_t item) { convolve_item<REAL>(*call, item, true); });
+}
+int osdn_convolution_step(const Convolution* call) {
+    return over_channels(*call, call->N, 4 * call->N, [&](int64_t item) { convolve_step_item<REAL>(*call, item); });
+}
+int osdn_rows(const Rows* call) { return over_tokens(*call, false); }
+int osdn_rows_back(const Rows* call) { return over_tokens(*call, true); }
 }

@@ -1,0 +1,196 @@
+"""What stands in for the functions that delta-rule layers of `transformers` call.
+
+Each of these takes the original function and returns its replacement.  A replacement serves tensors on a CPU
+and hands every other call to the original.
+
+The layers know of packed sequences in three ways: `cu_seqlens`, `seq_idx`, and position ids that start again.
+The last never reach a layer's recurrence.  But they reach the function that makes the layers' mask, and the
+first thing a layer does is to hand its mask to `apply_mask_to_padding_states`.  So the boundaries travel with
+the mask, and the calls of that layer, in its thread, find them in `current`.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from osdn.hosts.scaling import Scaling
+from osdn.layers.precision import l2_normalize, widen
+from osdn.ops import delta_rule, online_scaled_delta_rule, watched
+from osdn.ops.cpu.convolution import convolution_step, short_convolution, usable
+from osdn.ops.cpu.normalization import widened
+
+Function = Callable[..., Any]
+ACTIVATIONS = (None, "silu", "swish")  # that the convolution's kernel knows
+
+
+class Current(threading.local):
+    """Of the layer that this thread is in."""
+
+    cu_seqlens: Tensor | None = None  # where position ids start again
+    scaling: Scaling | None = None  # if it has online scaling
+
+
+current = Current()
+
+
+def recurrence(original: Function) -> Function:
+    """The gated delta rule and Kimi Delta Attention, over whole sequences or token by token."""
+
+    @wraps(original)
+    def replacement(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        scaling = None if torch.compiler.is_compiling() else current.scaling
+        if scaling is None and (args or not _on_cpu(query, key, value, *kwargs.values())):
+            return original(query, key, value, *args, **kwargs)
+        B, T = query.shape[:2]
+        cu_seqlens, current.cu_seqlens = _boundaries(kwargs), None  # the layer has no further use for it
+        unit = bool(kwargs.get("use_qk_l2norm_in_kernel"))
+        wide = [_wide(query, unit), _wide(key, unit), _wide(value, False)]
+        tensors = [*wide, kwargs["beta"], kwargs["g"]]
+        if cu_seqlens is not None and B > 1:  # rows of several sequences each: one row of them all
+            tensors = [x.flatten(0, 1)[None] for x in tensors]
+        q, k, v, beta, log_decay = tensors
+        shared: dict[str, Any] = {
+            "log_decay": log_decay,
+            "initial_state": kwargs.get("initial_state"),
+            "output_final_state": bool(kwargs.get("output_final_state")),
+            "cu_seqlens": cu_seqlens,
+        }
+        if scaling is None:
+            out, state = delta_rule(q, k, v, beta, **shared)
+        else:
+            settings = scaling.arguments(log_decay, continued=shared["initial_state"] is not None)
+            out, state, scale = online_scaled_delta_rule(q, k, v, beta, **settings, **shared)
+            scaling.keep(scale)
+        return out.view(B, T, *out.shape[2:]).to(query.dtype), state
+
+    return replacement
+
+
+def convolution(original: Function) -> Function:
+    """The short convolution over whole sequences, `[B, D, T]`."""
+
+    @wraps(original)
+    def replacement(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        x = hidden_states.mT  # [B, T, D]
+        B, T, D = x.shape
+        cu_seqlens = _boundaries(kwargs) if _on_cpu(x) else None
+        if cu_seqlens is not None and B > 1:  # rows of several sequences each: one row of them all
+            x = x.reshape(1, B * T, D)
+        if usable(x) and activation in ACTIVATIONS:
+            y = short_convolution(x, weight, bias, cu_seqlens=cu_seqlens, silu=activation is not None)
+        elif cu_seqlens is None:
+            return original(hidden_states, weight, bias, activation, **kwargs)
+        else:
+            pieces = x.mT.split(cu_seqlens.diff().tolist(), 2)
+            y = torch.cat([original(p, weight, bias, activation) for p in pieces if p.shape[2]], 2).mT
+        return y.reshape(B, T, D).mT
+
+    return replacement
+
+
+def convolution_update(original: Function) -> Function:
+    """The same for one more token, `[B, D, 1]`; moves `conv_state` on in place."""
+
+    @wraps(original)
+    def replacement(
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        tensors = [x for x in (hidden_states, conv_state, weight, bias) if x is not None]
+        if (
+            activation in ACTIVATIONS
+            and hidden_states.shape[2] == 1
+            and conv_state.shape[2] >= weight.shape[1]
+            and conv_state.is_contiguous()
+            and all(x.dtype == weight.dtype and x.device == weight.device for x in tensors)
+            and usable(weight)
+            and not watched.by_autograd(tensors)
+            and not watched.by_others(tensors)
+        ):
+            if not conv_state.is_inference():
+                torch.autograd.graph.increment_version(conv_state)
+            return convolution_step(hidden_states, conv_state, weight, bias, activation is not None)
+        return original(hidden_states, conv_state, weight, bias, activation)
+
+    return replacement
+
+
+def recurrent_mask(original: Function) -> Function:
+    """The mask of recurrent layers, with the boundaries of packed sequences as an attribute."""
+
+    @wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Tensor | None:
+        mask = original(*args, **kwargs)
+        position_ids, embeds = kwargs.get("position_ids"), kwargs.get("inputs_embeds")
+        asked = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        if mask is not None or asked != (None, None) or position_ids is None or embeds is None:
+            return mask
+        if torch.compiler.is_compiling() or not _on_cpu(position_ids, embeds) or position_ids.ndim != 2:
+            return mask
+        # attention layers look for packed sequences under the same conditions
+        position_ids = position_ids.expand(embeds.shape[:2])
+        starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        if not starts.any():
+            return mask
+        mask = torch.ones(embeds.shape[:2], dtype=torch.bool)
+        mask.osdn_cu_seqlens = _from_starts(starts)  # type: ignore[attr-defined]
+        return mask
+
+    return replacement
+
+
+def padding(original: Function) -> Function:
+    """What every layer calls first, with its mask."""
+
+    @wraps(original)
+    def replacement(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        if torch.compiler.is_compiling():
+            return original(hidden_states, attention_mask)
+        current.cu_seqlens = getattr(attention_mask, "osdn_cu_seqlens", None)
+        if current.cu_seqlens is not None:
+            return hidden_states  # nothing is padding
+        return original(hidden_states, attention_mask)
+
+    return replacement
+
+
+def _wide(x: Tensor, unit: bool) -> Tensor:
+    """Queries, keys or values `[B, T, H, K]` in float32 at least, of unit length if wanted."""
+    if usable(x):
+        return widened(x, unit)
+    return l2_normalize(widen(x)) if unit else widen(x)
+
+
+def _on_cpu(*arguments: Any) -> bool:
+    """Whether all tensors lie on a CPU, and nobody needs to see through the function."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    return all(x.device.type == "cpu" for x in tensors) and not watched.by_transforms()
+
+
+def _boundaries(kwargs: dict[str, Any]) -> Tensor | None:
+    """Where packed sequences begin and end in the row of all tokens, `[N + 1]`; None without packing."""
+    for name in ("cu_seqlens", "cu_seq_lens_q"):
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+    if (seq_idx := kwargs.get("seq_idx")) is not None:
+        return _from_starts(seq_idx[:, 1:] != seq_idx[:, :-1])
+    return None if torch.compiler.is_compiling() else current.cu_seqlens
+
+
+def _from_starts(starts: Tensor) -> Tensor:
+    """From a flag for every token of `[B, T]` but the first of a row, which is always a start."""
+    starts = torch.nn.functional.pad(starts, (1, 0), value=True).flatten()
+    return torch.cat([starts.nonzero()[:, 0], torch.tensor([len(starts)])])

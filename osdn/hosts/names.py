@@ -1,0 +1,143 @@
+"""`osdn.accelerate()`: puts our operators under the names that delta-rule layers of `transformers` call.
+
+A layer's forward looks these names up in its own module each time it runs.  So models that were built earlier
+follow, and `undo` is to put the originals back.  A family that is imported later is reached as its import
+ends, by an import hook that knows eight names; nothing is imported for its own sake.
+"""
+
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from osdn.hosts import functions
+from osdn.hosts.scaling import configure, switch
+from osdn.layers.preconditioner import PreconditionerConfig
+from osdn.ops import checks
+
+FAMILIES = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid"),  # one decay per head
+    *("kimi_linear", "bailing_hybrid", "glm5_next"),  # one decay per channel
+)
+MODULES = {f"transformers.models.{family}.modeling_{family}": family for family in FAMILIES}
+RECURRENCES = (
+    *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+    *("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
+)
+REPLACEMENTS = {
+    **dict.fromkeys(RECURRENCES, functions.recurrence),
+    "causal_conv1d_fn": functions.convolution,
+    "causal_conv1d_update": functions.convolution_update,
+    "create_recurrent_attention_mask": functions.recurrent_mask,
+    "apply_mask_to_padding_states": functions.padding,
+}
+
+replacing = threading.RLock()  # held while names in modules of `transformers` change
+_originals: dict[tuple[ModuleType, str], Any] = {}  # by module and name
+
+
+def accelerate(
+    model: nn.Module | None = None,
+    *,
+    preconditioner: PreconditionerConfig | Mapping[str, Any] | None = None,
+    undo: bool = False,
+) -> list[str]:
+    """Run the delta-rule models of `transformers` on our CPU kernels, or put the originals back.
+
+    Models that exist already and models that are loaded later are both served.  Tensors on other devices
+    take the original functions.  Calling it again changes nothing.
+
+    Args:
+        model: a loaded model, to switch online scaling on or off in it.
+        preconditioner: settings of online scaling for every delta-rule layer of `model`, on any device.
+        undo: restore every function that was replaced; with `model`, only switch its online scaling off.
+
+    Returns:
+        The families reached among those imported so far; with `undo`, those that were restored.
+
+    >>> from transformers import Qwen3NextForCausalLM
+    >>> "qwen3_next" in accelerate()
+    True
+    >>> "qwen3_next" in accelerate(undo=True)
+    True
+    """
+    checks.flag("undo", undo)
+    if preconditioner is not None and (model is None or undo):
+        raise ValueError(
+            "preconditioner goes with a model, and not with undo: accelerate(model, preconditioner=...)"
+        )
+    layers = [] if model is None else _delta_rule_layers(model)
+    if model is not None and not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no delta-rule layer of {', '.join(FAMILIES)}; models of osdn are "
+            "fast already, and have a preconditioner in their configuration"
+        )
+    config = None if preconditioner is None else configure(preconditioner)
+    for name in MODULES:
+        if name in sys.modules:
+            importlib.import_module(name)  # waits for an import under way in another thread
+    with replacing:
+        if config is not None or undo:
+            switch(layers, config, functions.current)
+        if undo:
+            return _restore() if model is None else []
+        if _LaterImports not in sys.meta_path:
+            sys.meta_path.insert(0, _LaterImports)
+        for name in MODULES:
+            if name in sys.modules:
+                _replace(sys.modules[name])
+        return _families()
+
+
+def _delta_rule_layers(model: nn.Module) -> list[nn.Module]:
+    layers = [layer for layer in model.modules() if type(layer).__module__ in MODULES]
+    return [x for x in layers if {*inspect.unwrap(type(x).forward).__code__.co_names} & {*RECURRENCES}]
+
+
+def _replace(module: ModuleType) -> None:
+    for name, make in REPLACEMENTS.items():
+        if hasattr(module, name) and (module, name) not in _originals:
+            original = _originals[module, name] = getattr(module, name)
+            setattr(module, name, make(original))
+
+
+def _restore() -> list[str]:
+    families = _families()
+    if _LaterImports in sys.meta_path:
+        sys.meta_path.remove(_LaterImports)
+    for (module, name), original in _originals.items():
+        setattr(module, name, original)
+    _originals.clear()
+    return families
+
+
+def _families() -> list[str]:
+    reached = {MODULES[module.__name__] for module, _ in _originals}
+    return [family for family in FAMILIES if family in reached]
+
+
+class _LaterImports:
+    """Finds the families as Python does, and replaces their functions when they have been imported."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name in MODULES else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_replace(module: ModuleType) -> None:
+                execute(module)
+                with replacing:
+                    if _LaterImports in sys.meta_path:
+                        _replace(module)
+
+            spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
+        return spec

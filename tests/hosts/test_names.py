@@ -1,0 +1,115 @@
+"""Which functions stand where, before, during and after."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import osdn
+from osdn.analysis.capture import capture
+from osdn.hosts.names import FAMILIES, REPLACEMENTS
+from tests.hosts.families import make, module, tokens
+
+
+def names():
+    return {
+        (family, name): getattr(module(family), name, None) for family in FAMILIES for name in REPLACEMENTS
+    }
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_undo_restores_every_name():
+    before = names()
+    assert osdn.accelerate() == list(FAMILIES)
+    during = names()
+    assert all(during[key] is not before[key] for key in before if before[key] is not None)
+    assert osdn.accelerate() == list(FAMILIES)
+    assert names() == during  # a second call changes nothing
+    assert osdn.accelerate(undo=True) == list(FAMILIES)
+    assert names() == before
+    assert osdn.accelerate(undo=True) == []
+
+
+def test_a_family_calls_no_function_that_we_do_not_know():
+    for family in FAMILIES:
+        known = {name for name in REPLACEMENTS if hasattr(module(family), name)}
+        assert len(known) == 6, (family, known)
+
+
+def test_no_family_is_imported_and_later_ones_are_reached():
+    run(
+        "import sys, osdn\n"
+        "assert osdn.accelerate() == []\n"
+        "assert not any('qwen3_next.modeling' in name for name in sys.modules)\n"
+        "from transformers import Qwen3NextForCausalLM, OlmoHybridForCausalLM\n"
+        "assert osdn.accelerate() == ['qwen3_next', 'olmo_hybrid']\n"
+        "module = sys.modules[Qwen3NextForCausalLM.__module__]\n"
+        "assert module.torch_chunk_gated_delta_rule.__module__.startswith('transformers')\n"
+        "assert module.torch_chunk_gated_delta_rule.__code__.co_filename.endswith('functions.py')\n"
+        "assert osdn.accelerate(undo=True) == ['qwen3_next', 'olmo_hybrid']\n"
+        "from transformers import KimiLinearForCausalLM\n"
+        "assert osdn.accelerate(undo=True) == []\n"
+    )
+
+
+def test_other_devices_take_the_original(monkeypatch):
+    asked, theirs = [], module("qwen3_next")
+
+    def original(*_, **settings):
+        asked.append(settings)
+        return "the original"
+
+    monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", original)
+    osdn.accelerate()
+    q = torch.empty(1, 3, 2, 4, device="meta")
+    settings = {"g": q[..., 0], "beta": q[..., 0], "cu_seqlens": torch.tensor([0, 3])}
+    assert theirs.torch_chunk_gated_delta_rule(q, q, q, **settings) == "the original"
+    assert asked == [settings]
+    osdn.accelerate(undo=True)  # before monkeypatch restores the name
+
+
+def test_models_that_run_in_threads_meanwhile_stay_right():
+    model, ids = make("qwen3_5"), tokens(1, 12)
+    with torch.no_grad():
+        expected = model(ids).logits
+        failed = []
+
+        def use():
+            with torch.no_grad():
+                for _ in range(5):
+                    if not torch.allclose(model(ids).logits, expected, rtol=1e-3, atol=1e-4):
+                        failed.append(1)
+
+        def switch():
+            for i in range(50):
+                osdn.accelerate(undo=bool(i % 2))
+
+        threads = [threading.Thread(target=f) for f in (use, use, switch, switch)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    osdn.accelerate(undo=True)
+    assert "hosts" not in module("qwen3_5").torch_chunk_gated_delta_rule.__code__.co_filename
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+def test_captures_see_the_same_calls(family):
+    model, ids = make(family), tokens(1, 9)
+    before = capture(model, input_ids=ids)
+    osdn.accelerate()
+    for ours, theirs in zip(capture(model, input_ids=ids), before, strict=True):
+        torch.testing.assert_close(ours.problem.k, theirs.problem.k)
+        torch.testing.assert_close(ours.output, theirs.output, rtol=1e-4, atol=1e-5)
+
+
+def test_bad_arguments_are_told():
+    with pytest.raises(TypeError, match="undo must be True or False, got 1"):
+        osdn.accelerate(undo=1)

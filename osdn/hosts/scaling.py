@@ -65,8 +65,8 @@ def configure(settings: PreconditionerConfig | Mapping[str, Any]) -> Preconditio
     config = PreconditionerConfig.of(settings)
     if not isinstance(config, PreconditionerConfig):
         raise ValueError(
-            f"preconditioner is {settings!r}; loaded models can have the rule hypergradient. Train a model of "
-            f"osdn for the others"
+            f"preconditioner is {settings!r}; a loaded model can have the rule hypergradient. Train a model "
+            f"of osdn for the others"
         )
     for field in fields(config):
         value = getattr(config, field.name)

@@ -98,6 +98,7 @@ def test_a_model_whose_functions_were_restored_does_not_go_on_without_it():
             "retention='learned', which needs more than this model",
         ),
         ({"preconditioner": {"initial_scale": "free"}}, "initial_scale='free', which needs more than this"),
+        ({"preconditioner": {"rule": "newton"}}, "a loaded model can have the rule hypergradient"),
         ({"preconditioner": {"eat": 1}}, "preconditioner has no setting eat"),
         ({"preconditioner": STRONG, "undo": True}, "preconditioner goes with a model, and not with undo"),
     ],

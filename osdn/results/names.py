@@ -10,6 +10,9 @@ TITLES: dict[str, str] = {
     "kda": "KDA",
     "oskda": "OSKDA",
     "oskda-apf": "OSKDA-APF",
+    "osdn-newton": "OSDN-Newton",
+    "osgdn-newton": "OSGDN-Newton",
+    "oskda-newton": "OSKDA-Newton",
     # The paper's ablations, and the two that its text leaves open.
     "osdn-d0": "OSDN+D0",
     "osdn-d0-free": "OSDN+D0*",

@@ -66,12 +66,12 @@ TRIALS = (
     Trial("capacity", RecallTask(256, pairs=32, length=128, passes=1), 800, 16),
     Trial("overwriting", RecallTask(128, pairs=8, length=80, passes=2, overwrites=4), 600, 24),
     Trial("noisy pairs", RecallTask(128, pairs=8, length=80, passes=3, noise=0.2), 600, 24),
-    Trial("in-context recall", InContextRecall(), 300, 16),
-    Trial("noisy recall", InContextRecall(32, noise_vocab_size=16, noise=0.2), 800, 16),
-    Trial("fuzzy recall", FuzzyRecall(), 600, 16),
-    Trial("selective copying", SelectiveCopying(), 400, 8),
-    Trial("compression", Compression(), 600, 32),
-    Trial("memorization", Memorization(), 100, 32),
+    Trial("MAD recall", InContextRecall(), 300, 16),
+    Trial("MAD noisy", InContextRecall(32, noise_vocab_size=16, noise=0.2), 800, 16),
+    Trial("MAD fuzzy", FuzzyRecall(), 600, 16),
+    Trial("MAD copying", SelectiveCopying(), 400, 8),
+    Trial("MAD compression", Compression(), 600, 32),
+    Trial("MAD memory", Memorization(), 100, 32),
     # Strengths up to 2 are what makes a reflection, and so parity and permutations, possible at all.
     Trial("parity", TrackingTask("parity", 32), 300, 32, write_scale=2.0),
     Trial("S3", TrackingTask("s3", 32), 500, 32, write_scale=2.0),
@@ -80,7 +80,7 @@ TRIALS = (
     Trial("text", TextTask("", length=128, longest=8), 450, 16, "loss", lower_is_better=True),
 )
 # A plain DeltaNet of width 32 does not leave the floor of these within steps that could be paid for.
-LEFT_OUT = ("fuzzy recall", "selective copying", "compression", "S3", "S5")
+LEFT_OUT = ("MAD fuzzy", "MAD copying", "MAD compression", "S3", "S5")
 QUICK = ("overwriting", "noisy pairs", "parity")
 QUICK_CONTESTANTS = ("delta_net", "osdn", "osdn-newton", "gdn", "osgdn-newton", "kda", "oskda-newton")
 

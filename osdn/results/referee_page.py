@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from osdn.results.experiments import difference_of, estimate_of
 from osdn.results.names import title
 from osdn.results.page import figures, section, table, write_page
-from osdn.results.style import GREY, colours, legend, legend_label, panel, styled
+from osdn.results.style import GREY, colours, legend_label, panel, styled
 from osdn.results.tables import Cell, Row, Table
 
 LEVEL = 0.05
@@ -111,15 +111,17 @@ def difference_table(content: dict[str, Any], budget: float) -> Table:
         if not math.isfinite(d.mean):
             return Cell("not finite", good=False)
         sure = significant(row)
-        mark = "★" if sure else "·" if row["t_p"] <= LEVEL else ""
-        return Cell(f"{d.mean:+.3f}{mark}", best=sure, good=d.mean > 0 if sure else None)
+        mark = "★ " if sure else "· " if row["t_p"] <= LEVEL else ""
+        return Cell(f"{mark}{d.mean:+.3f}", best=sure, good=d.mean > 0 if sure else None)
 
     rows = [row for row in content["rows"] if row["budget"] == budget]
-    note = (
-        "Values of the plain rules, differences of the others; more is better. ★ and colour: different after "
-        "the correction for all comparisons of this table. A dot: p ≤ 0.05 before it, which chance alone "
-        f"gives in {LEVEL:.0%} of the cells."
-    )
+    note = ""
+    if budget == 1:
+        note = (
+            "Values of the plain rules, differences of the others; more is better. ★ and colour: different "
+            "after the correction for all comparisons of one table. A dot: p ≤ 0.05 before it, which chance "
+            f"alone gives in {LEVEL:.0%} of the cells."
+        )
     return _matrix(f"After {BUDGETS[budget]} of the budget", content, rows, cell, note)
 
 
@@ -131,7 +133,11 @@ def _matrix(
     by_cell = {(row["contestant"], row["trial"]): row for row in rows}
     names = list(dict.fromkeys(row["contestant"] for row in content["rows"]))
     found = [
-        Row(title(n), [cell(by_cell[n, trial]) for trial in trials], rule=n in baselines(content))
+        Row(
+            f"{title(n)}{' (plain)' * (n in baselines(content))}",
+            [cell(by_cell[n, trial]) for trial in trials],
+            rule=n in baselines(content),
+        )
         for n in names
     ]
     return Table(name, trials, found, note)
@@ -194,7 +200,7 @@ def dot_plot(content: dict[str, Any], base: str) -> Figure:
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     trials = [trial["name"] for trial in content["trials"]]
     figure, axes = panel(
-        "difference, more is better", size=(4.8, 0.9 + len(trials) * (0.12 + 0.11 * len(names)))
+        "difference, more is better", size=(4.8, 1.2 + len(trials) * (0.12 + 0.11 * len(names)))
     )
     colour = colours(names)
     for row in rows:
@@ -202,7 +208,7 @@ def dot_plot(content: dict[str, Any], base: str) -> Figure:
             continue
         full, i = row["budget"] == 1.0, names.index(row["contestant"])
         place = trials.index(row["trial"]) + (i - (len(names) - 1) / 2) * 0.8 / max(1, len(names))
-        place += 0.0 if full else 0.03
+        place += 0.0 if full else 0.06
         d, own = estimate_of(row["difference"]), colour[row["contestant"]]
         axes.plot([d.low, d.high], [place, place], color=own, linewidth=1.0, alpha=0.9 if full else 0.35)
         label = legend_label(row["contestant"]) if full and row["trial"] == trials[0] else None
@@ -212,5 +218,7 @@ def dot_plot(content: dict[str, Any], base: str) -> Figure:
     axes.set_yticks(np.arange(len(trials)), trials)
     axes.set_ylim(len(trials) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
-    legend(axes)
+    for i in range(1, len(trials)):
+        axes.axhline(i - 0.5, color=GREY, linewidth=0.4, alpha=0.5)
+    figure.legend(loc="outside upper left", ncol=2)  # above the panel: it must hide no interval
     return figure

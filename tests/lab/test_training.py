@@ -148,6 +148,21 @@ def test_the_rate_rises_stays_and_falls_to_zero_at_every_budget(monkeypatch):
     assert len(seen) == run.updates == 92
 
 
+def test_step_i_sees_batch_i_in_the_trunk_and_in_every_branch(monkeypatch):
+    run = Run(TASK, Variant("osdn"), 0, width=16, steps=20, batch=2, budgets=BUDGETS)
+    batches = [batch for batch, _ in zip(TASK.batches(0, 2), range(20))]
+    seen = []
+
+    def look(self, batch, rate):
+        seen.append(torch.equal(batch[0], batches[self.step][0]))
+        self.step += 1
+
+    monkeypatch.setattr(Learner, "learn", look)
+    assert [x.step for x in train_in_budgets(run)] == [5, 10, 20]
+    assert len(seen) == run.updates
+    assert all(seen)
+
+
 def test_results_with_budgets_are_those_of_the_last():
     run = Run(TASK, Variant("delta_net"), 0, width=16, steps=8, batch=2, budgets=BUDGETS)
     found = execute(run)

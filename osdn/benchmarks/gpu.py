@@ -18,7 +18,9 @@ import torch
 
 from osdn.benchmarks.ops import (
     BACKBONES,
+    RULES,
     SEED,
+    VARIANTS,
     Call,
     Problem,
     console,
@@ -32,6 +34,7 @@ from osdn.ops import available_backends, delta_rule, online_scaled_delta_rule, t
 from osdn.ops.checks import Scaling
 from osdn.results.store import save_json
 
+OURS = tuple(name for name in VARIANTS if name not in RULES)  # the roofline knows of no other rule
 LENGTHS = (2048, 8192, 32768, 65536)
 CHUNKWISE_UP_TO = 8192
 DECAYS = {
@@ -74,7 +77,7 @@ def gates(p: Problem) -> dict[str, dict[str, Any]]:
 
 def contenders(p: Problem) -> dict[str, Any]:
     """The variants and their peers, for sequences."""
-    found = variants(p, "triton")
+    found = variants(p, "triton", OURS)
     if p.shape["T"] <= CHUNKWISE_UP_TO:
         found |= variants(p, "chunkwise", BACKBONES)
     for name, f in fla("chunk").items():
@@ -125,7 +128,7 @@ def measure(p: Problem, rounds: int, clock: Clock) -> list[dict[str, Any]]:
     ):
         calls = {name: timed(p, f) for name, f in found.items()}
         result = race(calls, rounds, title, repeat=10, clock=clock)
-        for name in variants(p, "triton"):
+        for name in variants(p, "triton", OURS):
             backward = timed is forward_backward
             result[name]["implied"] = implied(name.removesuffix(", triton"), p.shape, backward)
         tables.append({"title": title, "ms": result, **p.shape})

@@ -6,9 +6,9 @@
 
 The models have real shapes and random weights: the text model of Qwen3.5-0.8B, and a Kimi Linear of its size.
 Every round runs the original functions and ours, in turning order, and a ratio is the median over rounds of
-the ratio within a round.  `layer` is one delta-rule layer alone, with the time that the profiler does not count
-as matrix products of the projections, which both need.  Memory is the peak above what the process held before
-the step.  Results go to runs/bench/.
+the ratio within a round.  `layer` is one delta-rule layer alone, with the time that the profiler does not
+count as matrix products of the projections, which both need.  Memory is the peak above what the process held
+before the step.  Results go to runs/bench/.
 """
 
 import argparse

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import DataCollatorWithFlattening
 
 import osdn
 from osdn.analysis.capture import recurrent_layers
@@ -192,6 +193,28 @@ def test_rows_of_several_sequences_each():
     alone = [model(ids[:1, :5]).logits, model(ids[:1, 5:]).logits]
     torch.testing.assert_close(packed[:1], torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(packed[1:], model(ids[1:]).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_float16(family):
+    layer = next(iter(recurrent_layers(make(family)).values()))
+    x = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
+    expected = layer(hidden_states=x)
+    osdn.accelerate()
+    half = layer.half()(hidden_states=x.half())
+    assert half.dtype == torch.float16
+    assert (half - expected).norm() < 5e-3 * expected.norm()
+
+
+def test_the_collator_of_transformers_packs_what_stays_apart():
+    pieces = [tokens(n, seed=n) for n in (5, 1, 7)]
+    batch = DataCollatorWithFlattening()([{"input_ids": x.tolist()} for x in pieces])
+    batch.pop("labels")
+    model = make("qwen3_next")
+    alone = torch.cat([model(x[None], use_cache=False).logits for x in pieces], 1)
+    assert not torch.allclose(model(**batch, use_cache=False).logits, alone, rtol=0.1, atol=0.1)  # it leaks
+    osdn.accelerate()
+    torch.testing.assert_close(model(**batch, use_cache=False).logits, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])

@@ -154,12 +154,18 @@ def test_the_cache_is_for_its_owner_alone(cache: Path) -> None:
     assert digest == f"{hashlib.sha256(library.read_bytes()).hexdigest()}  {library.name}\n"
 
 
+def replace_content(path: Path, content: bytes) -> None:
+    """Other bytes in a new file: the old one may be mapped into this process, which would die with it."""
+    path.unlink()
+    path.write_bytes(content)
+
+
 DAMAGE = {
     "gone": lambda path: path.unlink(),
-    "empty": lambda path: path.write_bytes(b""),
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-100]),
-    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "foreign": lambda path: path.write_bytes(b"not what was written"),
+    "empty": lambda path: replace_content(path, b""),
+    "cut": lambda path: replace_content(path, path.read_bytes()[:-100]),
+    "zeroed": lambda path: replace_content(path, bytes(path.stat().st_size)),
+    "foreign": lambda path: replace_content(path, b"not what was written"),
 }
 
 

@@ -116,7 +116,7 @@ def agrees(
 
 
 @every_operator
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(config=configs(TAME, [*BOXES, None]))
 def test_outputs_states_and_gradients_are_those_of_the_reference(operator, config):
     all_agree(operator, config, torch.float32)
@@ -131,7 +131,7 @@ def test_hundreds_of_configurations_agree(operator, config):
 
 
 @every_operator
-@settings(max_examples=10)
+@settings(max_examples=20)
 @given(config=configs(TAME, [*BOXES, *TIGHT, None]))
 def test_double_precision_is_double_precision(operator, config):
     all_agree(operator, config, torch.float64)

@@ -66,7 +66,7 @@ def joined(operator, problem: Problem, leaves: dict[str, torch.Tensor], cuts: li
 
 @every_backend
 @every_rule
-@settings(max_examples=5)
+@settings(max_examples=8)
 @given(lengths=st.lists(st.sampled_from([0, 1, 2, 30, 63, 64, 65, 130]), min_size=1, max_size=5))
 def test_packed_sequences_are_separate_sequences(backend, operator, decay, block, lengths):
     packed = make(config(tuple(lengths), decay, block, packed=True))
@@ -97,7 +97,7 @@ def test_packed_sequences_are_separate_sequences(backend, operator, decay, block
 
 @every_backend
 @every_rule
-@settings(max_examples=5)
+@settings(max_examples=8)
 @given(cuts=st.lists(st.integers(0, 150), max_size=4))
 def test_a_sequence_cut_anywhere_continues_from_its_states(backend, operator, decay, block, cuts):
     problem = make(config((150, 150), decay, block))

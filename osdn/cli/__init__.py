@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from osdn.cli import analysis, bench, evaluation, lab, results, training
+from osdn.cli import analysis, bench, evaluation, lab, results, serving, training
 from osdn.terminal import console
 
 app = typer.Typer(help="Online Scaled DeltaNet.", no_args_is_help=True, add_completion=False)
@@ -35,6 +35,7 @@ app.command()(training.convert)
 app.add_typer(training.tokenizer, name="tokenizer")
 
 app.command("eval", cls=lab.ManyValues)(evaluation.evaluate)
+app.command()(serving.serve)
 app.command()(analysis.diagnose)
 app.command()(analysis.inspect)
 app.command()(analysis.describe)

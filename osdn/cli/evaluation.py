@@ -1,6 +1,7 @@
 """`osdn eval`."""
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +20,8 @@ def evaluate(
         str | None, typer.Argument(help="A directory or hub name of a causal model.", show_default=False)
     ] = None,
     suite: Annotated[
-        list[str], typer.Option(help="Of ppl, recall, commonsense, retrieval, longbench, pg19, in a row.")
+        list[str],
+        typer.Option(help="Of ppl, recall, commonsense, retrieval, longbench, pg19 (all), and ruler."),
     ] = ["all"],  # noqa: B006
     list_: Annotated[bool, typer.Option("--list", help="List what the suites need and exit.")] = False,
     data_dir: Annotated[Path | None, typer.Option(help="A mirror of the data sets.")] = None,
@@ -59,6 +61,8 @@ def evaluate(
             raise ValueError('evaluation needs lm_eval: pip install "osdn[eval]"')
         from osdn.evaluation.runner import Evaluation, Settings
 
+        if int(os.environ.get("RANK", "0")) > 0:  # the first of several processes speaks for all
+            console.quiet = messages.quiet = True
         if output is not None:
             made(output)
         settings = Settings(
@@ -76,7 +80,7 @@ def evaluate(
         show(suite_table(json.loads(path.read_text(encoding="utf-8")), BY_SUITE[suite_name]))
     for task, reason in outcome.missing.items():
         messages.print(f"[yellow]not run:[/] {task}: {escape(printable(reason))}", soft_wrap=True)
-    if not outcome.files:
+    if not outcome.files and not console.quiet:
         raise typer.Exit(1)
     console.print(f"results are in {evaluation.folder}", soft_wrap=True)
 

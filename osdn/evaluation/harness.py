@@ -11,8 +11,8 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from transformers.utils import logging as transformers_logging
 
 from osdn.evaluation.data import mirrored
 from osdn.evaluation.perplexity import SEGMENT, Report, perplexity, read_in_pieces
+from osdn.evaluation.processes import ALONE, Processes
 from osdn.evaluation.recall import WINDOW
+from osdn.evaluation.ruler import haystacks
 from osdn.evaluation.suites import SUITES, Task
 from osdn.results.scores import COMPARED, Score
 
@@ -50,7 +52,8 @@ WITHOUT_POSITIONS = {"linear_attention", "delta_rule", "conv"}  # kinds of layer
 class TokenBatchedLM(HFLM):
     """A model whose batches have about the same number of tokens, whatever the length of requests.
 
-    Without a maximum length nothing is cut.  With one, `cut_prompts` and `cut_tokens` count what was.
+    Without a maximum length nothing is cut.  With one, `cut` holds how many tokens each prompt lost.  (Among
+    several processes `lm_eval` repeats requests so that all have as many; a prompt counts once.)
     """
 
     def __init__(
@@ -59,11 +62,16 @@ class TokenBatchedLM(HFLM):
         tokens_at_once: int,
         batch_size: int | None = None,
         max_length: int | None = None,
+        processes: Processes = ALONE,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, batch_size=batch_size or "auto", max_length=max_length or UNLIMITED, **kwargs)
         self.tokens_at_once = tokens_at_once
-        self.cut_prompts = self.cut_tokens = 0
+        self.processes = processes
+        if processes.accelerator is not None:  # `lm_eval` sets this up only for models that it loads itself
+            self.accelerator = processes.accelerator
+            self._rank, self._world_size = processes.rank, processes.count
+        self.cut: dict[Any, int] = {}
         self._next, self._size, self._generating = 0, 1, False
 
     def _batch_scheduler(self, pos: int, n_reordered_requests: Any) -> int:
@@ -91,7 +99,8 @@ class TokenBatchedLM(HFLM):
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Scores of continuations; a request that is longer than a batch is read in pieces."""
-        self._count_cut(len(context) + len(after) - self.max_length - 1 for _, context, after in requests)
+        for _, context, after in requests:
+            self._note_cut((*context, -1, *after), len(context) + len(after) - self.max_length - 1)
         long = [self._length(request) > self.tokens_at_once for request in requests]
         short = [request for request, is_long in zip(requests, long) if not is_long]
         scores = iter(super()._loglikelihood_tokens(short, disable_tqdm, override_bs) if short else [])
@@ -116,7 +125,8 @@ class TokenBatchedLM(HFLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """A document longer than the maximum length is read in windows: it counts as cut, by no token."""
         if self.max_length < UNLIMITED:
-            self.cut_prompts += sum(len(self.tok_encode(r.args[0])) > self.max_length for r in requests)
+            texts = (request.args[0] for request in requests)
+            self.cut |= {text: 0 for text in texts if len(self.tok_encode(text)) > self.max_length}
         return super().loglikelihood_rolling(requests, disable_tqdm)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -136,7 +146,8 @@ class TokenBatchedLM(HFLM):
         ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
         if left_truncate_len is None:
             return ids, mask
-        self._count_cut((mask.sum(1) - left_truncate_len).tolist())
+        for text, length in zip(strings, mask.sum(1).tolist()):
+            self._note_cut(text, length - left_truncate_len)
         return ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
 
     def _model_generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -144,10 +155,9 @@ class TokenBatchedLM(HFLM):
             kwargs["prefill_chunk_size"] = GENERATED_TOKENS
         return super()._model_generate(context, *args, **kwargs)
 
-    def _count_cut(self, excesses: Iterable[int]) -> None:
-        cut = [excess for excess in excesses if excess > 0]
-        self.cut_prompts += len(cut)
-        self.cut_tokens += sum(cut)
+    def _note_cut(self, prompt: Any, tokens: int) -> None:
+        if tokens > 0:
+            self.cut[prompt] = tokens
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
@@ -164,6 +174,7 @@ def language_model(
     tokens_at_once: int,
     batch_size: int | None = None,
     max_length: int | None = None,
+    processes: Processes = ALONE,
 ) -> TokenBatchedLM:
     """A model for `lm_eval`; without a batch size, batches are sized by their tokens."""
     with _quiet():
@@ -174,23 +185,27 @@ def language_model(
             tokens_at_once=tokens_at_once,
             batch_size=batch_size,
             max_length=max_length or position_limit(model.config),
+            processes=processes,
         )
 
 
 def load_task(name: str, tokenizer: Any, window: int = WINDOW, data_dir: str | Path | None = None) -> Any:
     """One of our tasks or of `lm_eval`'s, with its data."""
     root = Path(lm_eval.tasks.__file__).parent
-    known = {task.name: task for tasks in SUITES.values() for task in tasks}
-    folder = known[name].folder if name in known else None
-    folders = [OWN_TASKS, *([root / folder] if folder else [])]
+    known = next((task for tasks in SUITES.values() for task in tasks if task.name == name), None)
+    folders = [OWN_TASKS, *([root / known.folder] if known and known.folder else [])]
     metadata = {"tokenizer": tokenizer, "window": window, "data_dir": data_dir}
+    if known and known.length:  # these load the tokenizer themselves
+        metadata |= {"pretrained": tokenizer.name_or_path, "max_seq_lengths": [known.length]}
+    original = known.original or name if known else name
     # lm_eval defines thousands of tasks; reading those of one folder saves seconds.
-    manager = TaskManager(include_path=folders, include_defaults=name not in known, metadata=metadata)
-    if name not in manager.all_tasks:
+    manager = TaskManager(include_path=folders, include_defaults=known is None, metadata=metadata)
+    if original not in manager.all_tasks:
         raise ValueError(f"{name} is not a task of lm_eval; `lm_eval ls tasks` lists them")
+    makes_haystacks = known is not None and known.length is not None
     try:
-        with _quiet(), mirrored(data_dir):
-            task = manager.load([name])["tasks"][name]
+        with _quiet(), mirrored(data_dir), haystacks(data_dir) if makes_haystacks else nullcontext():
+            task = manager.load([original])["tasks"][original]
             _leave_out_unanswered(task)
     except WRONG_DATA as error:  # lm_eval prepares all documents, and tries a task on the first
         raise ValueError(f"{name}: the data is not in the format of the task ({error!r})") from error
@@ -212,19 +227,25 @@ def _leave_out_unanswered(task: Any) -> None:
 def run_task(
     lm: TokenBatchedLM, task: Task, loaded: Any, limit: int | None, report: Report
 ) -> dict[str, Any]:
-    """The scores of a task by column, and what else a result file should say of it."""
+    """The scores of a task by column, and what else a result file should say of it; in the first process."""
     _check_room(lm, task.name, loaded)
     _check_documents(task.name, loaded, limit)
     random.seed(SEED)
-    lm.cut_prompts = lm.cut_tokens = 0
+    lm.cut.clear()
     with _quiet(), _reporting(report):
         # Not simple_evaluate, which for every call lists the machine's packages and its repository's state.
-        output = lm_eval.evaluate(lm, {"tasks": {task.name: loaded}}, limit=limit, bootstrap_iters=RESAMPLES)
-    metrics, samples = output["results"][task.name], output["samples"][task.name]
+        output = lm_eval.evaluate(
+            lm, {"tasks": {loaded.task_name: loaded}}, limit=limit, bootstrap_iters=RESAMPLES
+        )
+    counts = {"prompts": len(lm.cut), "tokens": sum(lm.cut.values())}
+    truncated = {name: lm.processes.total(count) for name, count in counts.items()}
+    if not lm.processes.is_first:
+        return {"scores": {}}
+    metrics, samples = output["results"][loaded.task_name], output["samples"][loaded.task_name]
     scores = {column: _score(metrics, samples, metric) for column, metric in task.columns.items()}
     details: dict[str, Any] = {
         "documents": len({sample["doc_id"] for sample in samples}),
-        "truncated": {"prompts": lm.cut_prompts, "tokens": lm.cut_tokens},
+        "truncated": truncated,
     }
     if compared := {column: metric for column, metric in task.columns.items() if column in COMPARED}:
         details["by_document"] = {

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from osdn.evaluation.processes import ALONE, Processes
 from osdn.models import OSDNForCausalLM
 from osdn.results.paper import BUCKETS
 from osdn.results.scores import Score
@@ -75,19 +76,20 @@ def document_perplexity(
     report: Report | None = None,
     max_labels: int = LABELS,
     context: int = CONTEXT,
+    processes: Processes = ALONE,
 ) -> Score:
     """Perplexity over documents in "text", cut and closed as in training, up to `max_labels` labels."""
     pieces = tokenize(data, tokenizer, context).with_format("torch")["input_ids"]
-    losses: list[float] = []
-    labels: list[int] = []
-    for batch in _batches(_up_to(max_labels, pieces), tokens_at_once, isinstance(model, OSDNForCausalLM)):
-        losses.extend(document_losses(model, batch).tolist())
-        labels.extend(len(piece) - 1 for piece in batch)
+    share = processes.share(_up_to(max_labels, pieces))
+    losses: list[tuple[float, int]] = []  # and the number of labels
+    for batch in _batches(share, tokens_at_once, isinstance(model, OSDNForCausalLM)):
+        losses += zip(document_losses(model, batch).tolist(), [len(piece) - 1 for piece in batch])
         if report:
-            report(len(labels), len(pieces))
-    if not labels:
+            report(len(losses) * processes.count, len(pieces))
+    losses = processes.gather(losses)
+    if not losses:
         raise ValueError("no document has two tokens, of which one could predict the other")
-    return perplexity(np.array(losses), np.array(labels))
+    return perplexity(*np.array(losses).T)
 
 
 def _up_to(max_labels: int, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -150,23 +152,24 @@ def position_perplexity(
     tokens_at_once: int,
     report: Report | None = None,
     block: int = BLOCK,
+    processes: Processes = ALONE,
 ) -> dict[str, Score]:
     """Perplexity by position over all blocks of `count` texts that have one.
 
     That of each tenth of a block, and of all of it.
     """
     size = block // len(BUCKETS)
-    rows: list[np.ndarray] = []  # the summed losses of each bucket of a block
+    rows_at_once = max(1, tokens_at_once // SEGMENT)
+    found: list[np.ndarray] = []  # of each text the summed losses, [blocks, buckets]
     whole = (ids for ids in blocks(texts, tokenizer, block) if len(ids))
-    for done, ids in enumerate(islice(whole, count), 1):
-        rows_at_once = max(1, tokens_at_once // SEGMENT)
-        for start in range(0, len(ids), rows_at_once):
-            rows.extend(_bucket_sums(model, ids[start : start + rows_at_once], size))
+    for done, ids in enumerate(processes.share(islice(whole, count)), 1):
+        found.append(np.concatenate([_bucket_sums(model, rows, size) for rows in ids.split(rows_at_once)]))
         if report:
-            report(done, count)
-    if not rows:
+            report(min(done * processes.count, count), count)
+    found = processes.gather(found)
+    if not found:
         raise ValueError(f"none of the texts has {block:,} tokens, the length of a block")
-    sums = np.stack(rows)  # [blocks, buckets]
+    sums = np.concatenate(found)
     labels = np.full(sums.shape, size)
     labels[:, 0] -= 1  # nothing predicts the first token
     scores = {name: perplexity(sums[:, i], labels[:, i]) for i, name in enumerate(BUCKETS)}

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from osdn.evaluation import harness
 from osdn.evaluation.data import MissingDataError, bars, load_split
 from osdn.evaluation.perplexity import BLOCK, CONTEXT, Report, document_perplexity, position_perplexity
+from osdn.evaluation.processes import Processes
 from osdn.evaluation.recall import ROOM, WINDOW
 from osdn.evaluation.suites import FINEWEB_EDU, PG19, SUITES, Task, select
 from osdn.models.checkpoints import load_model, load_tokenizer
@@ -76,20 +77,27 @@ class Evaluation:
 
     def __init__(self, settings: Settings, output: Path | None, overwrite: bool = False) -> None:
         settings.check()
-        self.settings = settings
+        self.settings, self.processes = settings, Processes.launched()
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(settings.checkpoint)
         if self.tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {settings.checkpoint} has no end-of-text token (eos_token)")
-        self.model: PreTrainedModel = load_model(settings.checkpoint, settings.device)
+        self.model: PreTrainedModel = load_model(settings.checkpoint, self.processes.device(settings.device))
         self.identity = identify(self.model, settings.checkpoint, settings.name)
         self.folder = output or Path("runs/eval") / self.identity.model
         self.max_length = settings.max_length or harness.position_limit(self.model.config)
+        self._last: tuple[str, Any] | None = None
         self.done = self._finished(overwrite)
         self.again = set(self.done) if overwrite else set()  # to be measured anew, if they can be
         self.tokens_at_once = tokens_at_once(self.model)
         self.lm = harness.language_model(
-            self.model, self.tokenizer, self.tokens_at_once, settings.batch_size, self.max_length
+            self.model,
+            self.tokenizer,
+            self.tokens_at_once,
+            settings.batch_size,
+            self.max_length,
+            self.processes,
         )
+        self.processes.wait()  # for all to have read what is finished
 
     def run(self, suites: list[str], observer: Observer) -> Outcome:
         """Every task of the suites; what cannot be had is noted and left out."""
@@ -107,7 +115,7 @@ class Evaluation:
                 except MissingDataError as error:
                     missing[task.name] = f"{task.documents}: {error}"
                 observer.end()
-                if any(task.name in self.done for task in SUITES[suite]):
+                if self.processes.is_first and any(task.name in self.done for task in SUITES[suite]):
                     outcome.files[suite] = self._save(suite, missing)
             outcome.missing |= missing
         return outcome
@@ -125,12 +133,16 @@ class Evaluation:
             protocol["context"] = min(CONTEXT, self.max_length or CONTEXT)
         if task.name == PG19:
             protocol["block"] = BLOCK
+        if task.length is not None:
+            protocol["length"] = task.length
         return protocol
 
     def _documents(self, task: Task) -> Dataset:
         """The rows that a task evaluates, as they are in the data set."""
         limit, books = self.settings.limit, self.settings.books
-        if task.name == PG19 and books is not None:
+        if task.length is not None:
+            rows = self._loaded(task).dataset["test"]
+        elif task.name == PG19 and books is not None:
             rows = load_source(books)
         else:
             rows = load_split(task.data, task.config, task.split, self.settings.data_dir)
@@ -200,19 +212,39 @@ class Evaluation:
         if task.name == FINEWEB_EDU:
             context = self._protocol(task)["context"]
             score = document_perplexity(
-                self.model, self.tokenizer, rows, self.tokens_at_once, report, context=context
+                self.model,
+                self.tokenizer,
+                rows,
+                self.tokens_at_once,
+                report,
+                context=context,
+                processes=self.processes,
             )
             return {"scores": {"fineweb_edu_ppl": score}, "documents": len(rows)}
         if task.name == PG19:
             try:
                 scores = position_perplexity(
-                    self.model, self.tokenizer, rows["text"], len(rows), self.tokens_at_once, report
+                    self.model,
+                    self.tokenizer,
+                    rows["text"],
+                    len(rows),
+                    self.tokens_at_once,
+                    report,
+                    processes=self.processes,
                 )
             except IndexError as error:  # of an embedding of positions
                 raise MissingDataError("the model has too few positions for a block") from error
             return {"scores": scores, "documents": len(rows)}
-        loaded = harness.load_task(task.name, self.tokenizer, settings.window, settings.data_dir)
-        return harness.run_task(self.lm, task, loaded, settings.limit, report)
+        return harness.run_task(self.lm, task, self._loaded(task), settings.limit, report)
+
+    def _loaded(self, task: Task) -> Any:
+        """A task of `lm_eval` with its data; the last one is kept, since it may be slow to make."""
+        if self._last is None or self._last[0] != task.name:
+            loaded = harness.load_task(
+                task.name, self.tokenizer, self.settings.window, self.settings.data_dir
+            )
+            self._last = task.name, loaded
+        return self._last[1]
 
     def _save(self, suite: str, missing: dict[str, str]) -> Path:
         """Writes what is done of a suite, in this run or before."""

@@ -5,7 +5,7 @@ A task fills one column of the paper's tables or two; a column's metric is named
 
 from dataclasses import dataclass
 
-from osdn.results.scores import LONGBENCH
+from osdn.results.scores import LONGBENCH, NEEDLES, RULER_LENGTHS
 
 ACCURACY, NORMALISED, EXACT = "acc,none", "acc_norm,none", "exact_match,remove_whitespace"
 CONTAINS = "contains,none"
@@ -20,6 +20,8 @@ class Task:
     config: str | None = None
     split: str = "validation"
     folder: str | None = None  # of lm_eval's own definition
+    original: str | None = None  # its name there, if it is another
+    length: int | None = None  # of the prompts in tokens, where the task makes them
 
     @property
     def source(self) -> str:
@@ -77,6 +79,9 @@ SUITES: dict[str, tuple[Task, ...]] = {
         _choice("social_iqa", ACCURACY, "lighteval/siqa", None, "validation", "siqa"),
         _choice("boolq", ACCURACY, "aps/super_glue", "boolq", "validation", "super_glue/boolq"),
         LAMBADA,
+        # Not of the paper; its average does not count them.
+        _choice("sciq", ACCURACY, "allenai/sciq", None, "test", "sciq"),
+        _choice("openbookqa", NORMALISED, "allenai/openbookqa", "main", "test", "openbookqa"),
     ),
     "retrieval": (
         _choice("drop", "f1,none", "EleutherAI/drop", None, "validation", "drop"),
@@ -95,11 +100,25 @@ SUITES: dict[str, tuple[Task, ...]] = {
         for name in LONGBENCH
     ),
     "pg19": (Task(PG19, {"pg19_ppl": ""}, "emozilla/pg19-test", None, "test"),),
+    "ruler": tuple(
+        Task(
+            f"{needle}_{length // 1024}k",
+            {f"{needle}_{length // 1024}k": f"{length},none"},
+            "baber/paul_graham_essays",
+            split="train",
+            folder="ruler",
+            original=needle,
+            length=length,
+        )
+        for needle in NEEDLES
+        for length in RULER_LENGTHS
+    ),
 }
+EXTRA = ("ruler",)  # not of the paper
 
 
 def select(names: list[str]) -> list[str]:
-    """The suites by name, each once and in their order; "all" is every one."""
+    """The suites by name, each once and in their order; "all" is every one of the paper."""
     if unknown := [name for name in names if name not in SUITES and name != "all"]:
         raise ValueError(f"there is no suite {', '.join(unknown)}; there are {', '.join(SUITES)} and all")
-    return [suite for suite in SUITES if suite in names or "all" in names]
+    return [suite for suite in SUITES if suite in names or ("all" in names and suite not in EXTRA)]

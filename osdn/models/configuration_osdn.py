@@ -3,8 +3,10 @@
 A configuration that cannot be built is refused here, with the reason, before any weight is allocated.
 """
 
+import os
 from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -18,6 +20,16 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "delta_net": DeltaNet,
     "gated_delta_net": GatedDeltaNet,
     "kda": KimiDeltaAttention,
+}
+
+# Beside every checkpoint, for those who have this package installed and load with `trust_remote_code=True`.
+REMOTE_CODE = "osdn_classes.py"
+REMOTE_CLASSES = {
+    "AutoConfig": "OSDNConfig",
+    "AutoModel": "OSDNModel",
+    "AutoModelForCausalLM": "OSDNForCausalLM",
+    "AutoModelForSequenceClassification": "OSDNForSequenceClassification",
+    "AutoModelForTokenClassification": "OSDNForTokenClassification",
 }
 
 
@@ -141,6 +153,29 @@ class OSDNConfig(PreTrainedConfig):
             raise ValueError(
                 f"pad_token_id is {self.pad_token_id}; it must be below vocab_size, {self.vocab_size}"
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        from osdn.models.registration import register_lora_targets
+
+        register_lora_targets()  # PEFT asks for this before it looks for the modules to adapt
+        return super().to_dict()
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Save it, and beside it a file that finds the classes without an `import osdn` before it."""
+        self.auto_map = {
+            auto: f"{REMOTE_CODE.removesuffix('.py')}.{name}" for auto, name in REMOTE_CLASSES.items()
+        }
+        if not os.path.isfile(save_directory):  # which the next line refuses
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            names = ", ".join(sorted(REMOTE_CLASSES.values()))
+            (Path(save_directory) / REMOTE_CODE).write_text(f"from osdn import {names}  # pip install osdn\n")
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing is left to do: every checkpoint names its classes (see `save_pretrained`)."""
 
     @property
     def layer_types(self) -> list[str]:

@@ -88,6 +88,10 @@ class OSDNPreTrainedModel(PreTrainedModel):
         elif isinstance(module, (Preconditioner, Retention)):
             module.reset_parameters()
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing is left to do: every checkpoint names its classes (see `OSDNConfig.save_pretrained`)."""
+
 
 class OSDNModel(OSDNPreTrainedModel):
     """Embeddings, blocks and the last norm."""
@@ -285,10 +289,11 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
 
 
 def _is_its_weight(head: nn.Module) -> bool:
-    """Whether a head is a product with its weight and no more: not adapted, hooked, pruned or offloaded."""
+    """Whether a head is a product with its weight and no more: not adapted, hooked, quantized, offloaded."""
     return (
         type(head) is nn.Linear
         and head.bias is None
+        and type(head.weight) in (Tensor, nn.Parameter)
         and not head.weight.is_meta
         and not (head._forward_hooks or head._forward_pre_hooks)
     )

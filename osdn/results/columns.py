@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from osdn.results import paper
 from osdn.results.paper import BUCKETS
-from osdn.results.scores import COMMONSENSE, LONGBENCH, SINGLE
+from osdn.results.scores import COMMONSENSE, LONGBENCH, RULER, SINGLE
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,14 @@ RECALL = PaperTable(
 )  # fmt: skip
 COMMON = PaperTable(
     "Commonsense reasoning",
-    "Normalised accuracy for PIQA, HellaSwag and ARC, accuracy for the rest.",
-    (*(Column(_SHORT[task], task) for task in COMMONSENSE), Column("average", "commonsense")),
+    "Normalised accuracy for PIQA, HellaSwag, ARC and OpenBookQA, accuracy for the rest. "
+    "The average is the paper's, without SciQ and OpenBookQA.",
+    (
+        *(Column(_SHORT[task], task) for task in COMMONSENSE),
+        Column("average", "commonsense"),
+        Column("SciQ", "sciq"),
+        Column("OBQA", "openbookqa"),
+    ),
     (paper.COMMONSENSE, paper.COMMONSENSE_1_3B),
 )
 GENERAL = PaperTable(
@@ -157,12 +163,25 @@ LONG = PaperTable(
     ),
     (paper.MAIN,),
 )  # fmt: skip
+_NEEDLES = {"niah_single": "S-NIAH", "niah_multikey": "MK-NIAH"}
+NIAH = PaperTable(
+    "Needles in haystacks",
+    "Needle tasks of RULER (Hsieh et al. 2024) by the length of the prompt: the share of needles found.",
+    (
+        *(
+            Column(f"{_NEEDLES[kind]}-{number} {length.upper()}", f"{kind}_{number}_{length}")
+            for kind, number, length in (task.rsplit("_", 2) for task in RULER)
+        ),
+        Column("average", "ruler"),
+    ),
+    (),
+)
 BY_SUITE = {
     "ppl": PERPLEXITY, "recall": RECALL, "commonsense": COMMON, "retrieval": GENERATION, "longbench": LONG,
-    "pg19": PG19,
+    "pg19": PG19, "ruler": NIAH,
 }  # fmt: skip
 # In the paper's order.
 TABLES = (
-    MAIN, PERPLEXITY, RECALL, DIAGNOSTIC, COMMON, GENERAL, GENERATION, PG19, ABLATIONS, LONG, TRAINING,
+    MAIN, PERPLEXITY, RECALL, DIAGNOSTIC, COMMON, GENERAL, GENERATION, PG19, ABLATIONS, LONG, NIAH, TRAINING,
     THROUGHPUT,
 )  # fmt: skip

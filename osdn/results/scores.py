@@ -25,6 +25,9 @@ LONGBENCH = tuple(
         "multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en",
     )
 )  # fmt: skip
+NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1")
+RULER_LENGTHS = (1024, 2048, 4096, 8192)
+RULER = tuple(f"{needle}_{length // 1024}k" for needle in NEEDLES for length in RULER_LENGTHS)
 MEANS = {
     "recall_single": SINGLE,
     "recall_repeated": REPEATED,
@@ -32,6 +35,7 @@ MEANS = {
     "commonsense": COMMONSENSE,
     "retrieval": RETRIEVAL,
     "longbench": LONGBENCH,
+    "ruler": RULER,
 }
 # The differences to a baseline that the paper prints, and the columns each is made of.
 CHANGES = {"repeated_change": REPEATED, "nll_change": ("wikitext_ppl", "lambada_ppl")}

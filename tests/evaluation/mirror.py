@@ -83,6 +83,16 @@ def arc(i: int) -> dict:
     return {"id": str(i), "question": prose(i, 50), "choices": choices, "answerKey": "ABC"[i % 3]}
 
 
+def sciq(i: int) -> dict:
+    wrong = {f"distractor{j}": prose(i + j, 8) for j in (1, 2, 3)}
+    return {"question": prose(i, 40), **wrong, "correct_answer": prose(i, 9), "support": prose(i, 80)}
+
+
+def openbookqa(i: int) -> dict:
+    choices = {"text": [prose(4 * i + j, 9 + j) for j in range(4)], "label": ["A", "B", "C", "D"]}
+    return {"id": str(i), "question_stem": prose(i, 40), "choices": choices, "answerKey": "ABCD"[i % 4]}
+
+
 def drop(i: int) -> dict:
     empty = {"day": "", "month": "", "year": ""}
     answer = {"number": str(i), "date": empty, "spans": [], "hit_id": "", "worker_id": ""}
@@ -133,6 +143,9 @@ FILES = {  # places in the mirror, in every layout that it may have, and what a 
         "answer": ["e", f"answer {i}"],
     },
     "mandarjoshi/trivia_qa/rc.nocontext/validation.jsonl": triviaqa,
+    "allenai/sciq/test.jsonl": sciq,
+    "allenai/openbookqa/main/test-00000-of-00001.parquet": openbookqa,
+    "baber/paul_graham_essays/train.jsonl": lambda i: {"text": prose(i, 9000)},
     "emozilla/pg19-test/test.jsonl": lambda i: {"short_book_title": f"{i}", "text": prose(i, 20_600)},
     **{f"Xnhyacinth/LongBench/{task}/test.jsonl": longbench(task) for task in LONGBENCH},
 }
@@ -149,7 +162,15 @@ def write_mirror(root: Path, rows: int = 3) -> Path:
             Dataset.from_list(content).to_parquet(path)
         else:
             write_arrow(path, content)
+    write_punkt(root / "nltk_data" / "tokenizers" / "punkt_tab" / "english")
     return root
+
+
+def write_punkt(folder: Path) -> None:
+    """A sentence splitter of nltk that has learned nothing: full stops end sentences."""
+    folder.mkdir(parents=True)
+    for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
+        (folder / name).write_text("")
 
 
 def write_arrow(path: Path, rows: list[dict]) -> None:

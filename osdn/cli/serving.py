@@ -1,0 +1,35 @@
+"""`osdn serve`."""
+
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from osdn.terminal import Checkpoint, Device, Name, console, messages, plain_errors
+
+
+def serve(
+    checkpoint: Checkpoint,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Its port; 0 takes a free one.")] = 8000,
+    name: Name = None,
+    device: Device = "cpu",
+) -> None:
+    """Answer requests of OpenAI's clients with a model."""
+    with plain_errors():
+        if missing := [name for name in ("fastapi", "uvicorn", "openai") if find_spec(name) is None]:
+            raise ValueError(f'serving needs {", ".join(missing)}: pip install "osdn[serve]"')
+        from osdn.models.checkpoints import load_model, load_tokenizer
+        from osdn.models.identity import identify
+        from osdn.serving import application, bind, run
+
+        listening = bind(host, port)
+        with messages.status(f"loading {escape(checkpoint)}"):
+            tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device)
+        identity = identify(model, checkpoint, name)
+        chat = "" if tokenizer.chat_template else "; it has no chat template: messages are joined as they are"
+        console.print(
+            f"{identity.model} answers at http://{host}:{listening.getsockname()[1]}/v1{chat}", soft_wrap=True
+        )
+        run(application(identity.model, model, tokenizer), listening)

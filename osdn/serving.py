@@ -1,0 +1,68 @@
+"""One checkpoint behind the server of `transformers`, which speaks OpenAI's protocol."""
+
+import logging
+import socket
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.systemone import SystemOneHandler
+from transformers.cli.serving.transcription import TranscriptionHandler
+from transformers.cli.serving.utils import GenerationState
+
+# For models that were never taught to chat: the messages, one after the other.
+PLAIN_CHAT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+class LoadedModel(ModelManager):
+    """A manager of one model, which is there from the start and stays."""
+
+    def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(device=str(model.device))
+        self.force_model, self.model, self.tokenizer = name, model, tokenizer
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = PLAIN_CHAT
+
+    def load_model_and_processor(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return self.model, self.tokenizer
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+        return [{"id": self.force_model, "object": "model", "owned_by": "", "created": 0}]
+
+
+def application(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> FastAPI:
+    """The web application that answers for a model."""
+    manager, state = LoadedModel(name, model, tokenizer), GenerationState()
+    return build_server(
+        manager,
+        ChatCompletionHandler(manager, state),
+        completion_handler=CompletionHandler(manager, state),
+        response_handler=ResponseHandler(manager, state),
+        transcription_handler=TranscriptionHandler(manager, state),
+        systemone_handler=SystemOneHandler(manager, state),
+        generation_state=state,
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of the address; port 0 takes one that is free."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}, port {port} ({error.strerror}): choose another") from error
+    return found
+
+
+def run(app: FastAPI, listening: socket.socket) -> None:
+    """Answer until the process is interrupted."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])

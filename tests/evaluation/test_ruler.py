@@ -1,0 +1,87 @@
+"""The needle tasks of RULER, made by `lm_eval` from the mirror's essays."""
+
+import json
+import random
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from osdn.cli import app
+from osdn.evaluation import harness
+from osdn.evaluation.data import MissingDataError
+from osdn.evaluation.runner import Evaluation, Settings
+from osdn.evaluation.suites import EXTRA, SUITES, select
+from osdn.models.checkpoints import load_tokenizer
+from osdn.results.columns import BY_SUITE
+from tests.evaluation.mirror import TEXT
+
+TASKS = {task.name: task for task in SUITES["ruler"]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "niah_single_1_1k",
+        pytest.param("niah_single_3_4k", marks=pytest.mark.slow),
+        pytest.param("niah_multikey_1_8k", marks=pytest.mark.slow),
+    ],
+)
+def test_a_prompt_holds_its_needle_and_has_its_length(osdn, mirror, name):
+    tokenizer, task = load_tokenizer(osdn), TASKS[name]
+    loaded = harness.load_task(name, tokenizer, data_dir=mirror)
+    document = loaded.dataset["test"][0]
+    tokens = len(tokenizer(document["input"]).input_ids)
+    assert tokens < task.length  # by a byte-level tokenizer, whose smallest step is 500 words
+    if task.length == 8192:
+        assert tokens > task.length / 2
+    assert all(answer in document["input"] for answer in document["outputs"])
+    needles = document["input"].count("One of the special magic")
+    assert needles == (4 if "multikey" in name else 1)
+    if "single_1" not in name:
+        words = document["input"].split("\n")[1].split()
+        assert " ".join(words[:20]) in TEXT or "special magic" in " ".join(words[:20])
+    right, wrong = (
+        loaded.process_results(document, [answer]) for answer in (document["outputs"][0], "not this")
+    )
+    assert (right[str(task.length)], wrong[str(task.length)]) == (1, 0)
+
+
+def test_the_same_documents_are_made_every_time(osdn, mirror):
+    tokenizer, found = load_tokenizer(osdn), []
+    for seed in range(2):
+        random.seed(seed)
+        found.append(harness.load_task("niah_single_2_1k", tokenizer, data_dir=mirror).dataset["test"][:5])
+    assert found[0] == found[1]
+
+
+def test_what_is_missing_is_named(osdn, mirror, tmp_path):
+    shutil.copytree(mirror / "baber", tmp_path / "baber")
+    with pytest.raises(MissingDataError, match=r"punkt_tab is not in .*nltk.downloader punkt_tab"):
+        harness.load_task("niah_single_2_1k", load_tokenizer(osdn), data_dir=tmp_path)
+    shutil.copytree(mirror / "nltk_data", tmp_path / "nltk_data")
+    shutil.rmtree(tmp_path / "baber")
+    with pytest.raises(MissingDataError, match="hub cannot be reached"):
+        harness.load_task("niah_single_2_1k", load_tokenizer(osdn), data_dir=tmp_path)
+
+
+def test_a_task_is_measured_like_any_other(osdn, mirror, tmp_path):
+    evaluation = Evaluation(Settings(osdn, mirror, limit=2), tmp_path)
+    entry = evaluation._entry(TASKS["niah_single_1_1k"], lambda done, total: None)
+    assert 0 <= entry["results"]["niah_single_1_1k"] <= 1
+    assert entry["protocol"]["length"] == 1024
+    assert entry["data"]["documents"] == entry["documents"] == 2
+
+
+def test_it_is_no_suite_of_the_paper():
+    assert set(select(["all"])) == set(SUITES) - set(EXTRA)
+    assert select(["all", "ruler"]) == list(SUITES)
+
+
+@pytest.mark.slow
+def test_the_suite_fills_its_columns(osdn, mirror, tmp_path):
+    arguments = ["eval", osdn, "--suite", "ruler", "--limit", "2", "--data-dir", mirror, "--output", tmp_path]
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    content = json.loads((tmp_path / "ruler.json").read_text())
+    assert {column.key for column in BY_SUITE["ruler"].columns} <= content["results"].keys()

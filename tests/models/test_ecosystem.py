@@ -1,0 +1,136 @@
+"""What users of `transformers`, PEFT and torchao do with any model."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+from osdn import OSDNForCausalLM, OSDNForSequenceClassification, OSDNForTokenClassification
+from tests.models.variants import make, make_config, tokens
+
+
+def classifier(variant="osdn-apf", **overrides):
+    torch.manual_seed(3)
+    config = make_config(variant, num_labels=3, pad_token_id=0, **overrides)
+    return OSDNForSequenceClassification(config).eval()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_sequence_is_classified_by_its_last_token_whatever_the_padding(side):
+    model, ids = classifier(), tokens(2, 9).clamp(min=1)
+    padding = torch.zeros(2, 4, dtype=ids.dtype)
+    padded = torch.cat([padding, ids] if side == "left" else [ids, padding], 1)
+    with torch.no_grad():
+        last = model.model(ids, use_cache=False).last_hidden_state[:, -1]
+        scores = model(padded, attention_mask=(padded != 0).long()).logits
+    torch.testing.assert_close(scores, model.score(last))
+
+
+def test_a_classifier_learns_from_its_labels_and_starts_from_a_language_model(tmp_path):
+    make("osdn-apf", pad_token_id=0).save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    assert type(model) is OSDNForSequenceClassification
+    body = OSDNForCausalLM.from_pretrained(tmp_path).model.state_dict()
+    assert all(torch.equal(x, body[name]) for name, x in model.model.state_dict().items())
+    ids, labels = tokens(2, 7).clamp(min=1), torch.tensor([2, 0])
+    output = model.train()(ids, labels=labels)
+    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits, labels))
+    output.loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_tokens_are_classified_one_by_one(tmp_path):
+    make("gdn").save_pretrained(tmp_path)
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path, num_labels=4)
+    assert type(model) is OSDNForTokenClassification
+    ids, labels = tokens(2, 7), tokens(2, 7) % 4
+    output = model(ids, labels=labels)
+    assert output.logits.shape == (2, 7, 4)
+    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits.flatten(0, 1), labels.flatten()))
+
+
+def test_the_text_classification_pipeline_finds_the_saved_class(tmp_path):
+    tokenizer = tiny_tokenizer()
+    model = classifier(vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    found = pipeline("text-classification", str(tmp_path))("ab ba", top_k=None)
+    with torch.no_grad():
+        expected = model(tokenizer("ab ba", return_tensors="pt").input_ids).logits.softmax(-1)[0]
+    assert {row["label"]: row["score"] for row in found} == pytest.approx(
+        {f"LABEL_{i}": p.item() for i, p in enumerate(expected)}, abs=1e-5
+    )
+
+
+def tiny_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", "a", "b", "ab", "ba"])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def test_lora_needs_no_names_of_modules():
+    model = get_peft_model(make("oskda"), LoraConfig(task_type="CAUSAL_LM", r=2))
+    adapted = {name.split(".")[-1] for name, x in model.named_modules() if hasattr(x, "lora_A")}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+LOAD = """
+import sys
+from transformers import AutoModelForCausalLM
+assert "osdn" not in sys.modules
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+model.save_pretrained(sys.argv[2])
+print(type(model).__module__, type(model).__name__)
+"""
+
+
+def test_a_checkpoint_loads_without_importing_this_package_first(tmp_path):
+    model = make("osgdn")
+    model.save_pretrained(tmp_path / "saved")
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD, tmp_path / "saved", tmp_path / "again"],
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.split() == ["osdn.models.modeling_osdn", "OSDNForCausalLM"]
+    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("saved", "again")]
+    assert (
+        files[0]
+        == files[1]
+        == [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "osdn_classes.py",
+        ]
+    )
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("saved", "again")]
+    assert configs[0] == configs[1]
+
+
+def test_a_quantized_head_has_the_loss_of_its_logits():
+    torchao = pytest.importorskip("torchao.quantization")
+    model, ids = make("osdn"), tokens(2, 9)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    with torch.no_grad():
+        output = model(ids, labels=ids)
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, expected)

@@ -204,7 +204,7 @@ class OSDNConfig(PreTrainedConfig):
 
         if name not in PRESETS:
             raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
-        known = {field.name for field in fields(cls)} | cls.attribute_map.keys()
+        known = {field.name for field in fields(cls)} | cls.attribute_map.keys() | {"num_labels"}
         if unknown := sorted(overrides.keys() - known):
             raise ValueError(
                 f"there is no field {', '.join(unknown)}; there are {', '.join(cls.own_fields())}"

@@ -16,7 +16,7 @@ from transformers import (
     pipeline,
 )
 
-from osdn import OSDNForCausalLM, OSDNForSequenceClassification, OSDNForTokenClassification
+from osdn import OSDNConfig, OSDNForCausalLM, OSDNForSequenceClassification, OSDNForTokenClassification
 from tests.models.variants import make, make_config, tokens
 
 
@@ -48,6 +48,10 @@ def test_a_classifier_learns_from_its_labels_and_starts_from_a_language_model(tm
     torch.testing.assert_close(output.loss, F.cross_entropy(output.logits, labels))
     output.loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_preset_takes_a_number_of_labels():
+    assert OSDNConfig.from_preset("osdn-tiny", num_labels=5).num_labels == 5
 
 
 def test_tokens_are_classified_one_by_one(tmp_path):

@@ -53,7 +53,7 @@ def evaluate(
         if data_dir is not None and not data_dir.is_dir():
             raise FileNotFoundError(f"{data_dir} is not a directory; it should hold the mirror of the data")
         if list_:
-            show(_needs(suites, data_dir))
+            show(_needs(list(SUITES) if suite == ["all"] else suites, data_dir))
             return
         if checkpoint is None:
             raise ValueError("name a checkpoint: osdn eval CHECKPOINT --suite recall")

@@ -19,6 +19,13 @@ console = Console()
 messages = Console(stderr=True)
 Checkpoint = Annotated[str, typer.Argument(help="A directory or hub name of a causal model.")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, bfloat16, float16, or auto for what was saved; default: float32 on a CPU, else auto.",
+        show_default=False,
+    ),
+]
 Name = Annotated[
     str | None, typer.Option(help="What to call the model in results; its run's name if not given.")
 ]

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from osdn.bfloat16 import avoid_broken_amx
 from osdn.models import PRESETS, OSDNConfig, OSDNForCausalLM, describe
-from osdn.models.checkpoints import load_model, usable_device
+from osdn.models.checkpoints import DTYPES, load_model, usable_device
 from osdn.models.describe import load_config
 from osdn.models.identity import Identity, identify
 from osdn.models.identity import block as block_of
@@ -42,6 +43,7 @@ def throughput(
     models: list[str],
     *,
     device: str = "cpu",
+    dtype: str | None = None,
     prefill: int = PREFILL,
     decode: int = DECODE,
     warm_ups: int = WARM_UPS,
@@ -51,12 +53,15 @@ def throughput(
     """Times models, one block after the other, and returns what goes into the result file.
 
     Each is a preset or the folder of a saved model.  A preset's weights are random: time does not depend on
-    them.  They are bfloat16 on a GPU, as in the paper, and float32 on a CPU.
+    them.  Without a `dtype` they are bfloat16 on a GPU, as in the paper, and float32 on a CPU.
     """
-    usable_device(device)
+    dtype = dtype or ("float32" if usable_device(device).type == "cpu" else "bfloat16")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    avoid_broken_amx()
     rows: list[dict[str, Any]] = []
     for block in blocks(models):
-        timed = build(block, device)
+        timed = build(block, device, DTYPES[dtype])
         vocabulary = timed[0].model.config.vocab_size
         ids = torch.randint(vocabulary, (1, prefill), generator=torch.Generator().manual_seed(SEED)).to(
             device
@@ -72,7 +77,7 @@ def throughput(
         "kind": "throughput",
         "seed": SEED,
         "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu",
-        "dtype": str(_dtype(device)).removeprefix("torch."),
+        "dtype": dtype,
         "prefill": prefill,
         "decode": decode,
         "warm_ups": warm_ups,
@@ -101,19 +106,19 @@ def blocks(models: list[str]) -> list[list[str]]:
     return list(found.values())
 
 
-def build(block: list[str], device: str) -> list[Timed]:
+def build(block: list[str], device: str, dtype: torch.dtype = torch.float32) -> list[Timed]:
     """The models of one block; presets share all parameters they have in common, saved models keep theirs."""
     torch.manual_seed(SEED)
     built: list[Timed] = []
     shared: dict[str, torch.nn.Parameter] = {}
     for name in block:
         if name in PRESETS:
-            model = OSDNForCausalLM(OSDNConfig.from_preset(name)).to(device, _dtype(device)).eval()
+            model = OSDNForCausalLM(OSDNConfig.from_preset(name)).to(device, dtype).eval()
             for path, parameter in list(model.named_parameters()):
                 module, _, leaf = path.rpartition(".")
                 model.get_submodule(module).register_parameter(leaf, shared.setdefault(path, parameter))
         else:
-            model = load_model(name, device).to(_dtype(device))
+            model = load_model(name, device).to(dtype)
         built.append(Timed(identify(model, name), model))
     return built
 
@@ -163,10 +168,6 @@ def summarise(block: list[Timed], tokens: int) -> list[dict[str, Any]]:
 def _rotated(block: list[Timed], turn: int) -> Iterator[Timed]:
     """Everyone goes first as often as the others."""
     yield from (block[(i + turn) % len(block)] for i in range(len(block)))
-
-
-def _dtype(device: str) -> torch.dtype:
-    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
 
 
 def _now(device: torch.device) -> float:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from osdn.terminal import Checkpoint, Device, Name, console, made, plain_errors, progress_bar, show
+from osdn.terminal import Checkpoint, Device, Dtype, Name, console, made, plain_errors, progress_bar, show
 
 
 def diagnose(
@@ -20,6 +20,7 @@ def diagnose(
     count: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a prompt at most.")] = 2048,
     device: Device = "cpu",
+    dtype: Dtype = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Where diagnosis.json and figures go; runs/diagnose/MODEL if not given."),
@@ -42,7 +43,7 @@ def diagnose(
         made(output or Path("runs/diagnose"))
         tokenizer = load_tokenizer(checkpoint)
         total, chosen = select(tokenizer, prompts, task or [], count, length, data_dir)
-        model = load_model(checkpoint, device)
+        model = load_model(checkpoint, device, dtype)
         identity = identify(model, checkpoint, name)
         folder = output or Path("runs/diagnose") / identity.model
         _refuse_another(folder / "diagnosis.json", identity.weights, output is None)
@@ -85,6 +86,7 @@ def inspect(
     prompt: Annotated[str, typer.Option(help="The text to read; a context read twice is recognised.")],
     length: Annotated[int, typer.Option(min=2, help="Tokens of the prompt at most, its last.")] = 1024,
     device: Device = "cpu",
+    dtype: Dtype = None,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/inspect.html"),
     name: Name = None,
 ) -> None:
@@ -99,7 +101,7 @@ def inspect(
         made(output.parent)
         tokenizer = load_tokenizer(checkpoint)
         encoded = encode("prompt", prompt, tokenizer, length)
-        model = load_model(checkpoint, device)
+        model = load_model(checkpoint, device, dtype)
         texts = [tokenizer.decode([token]) for token in encoded.ids.tolist()]
         data = inspect_prompt(model, encoded, texts, identify(model, checkpoint, name).model)
         page = write_inspector(output, data)

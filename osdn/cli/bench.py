@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from osdn.terminal import Device, console, made, plain_errors, progress_bar, show
+from osdn.terminal import Device, Dtype, console, made, plain_errors, progress_bar, show
 
 app = typer.Typer(help="Timings.", no_args_is_help=True)
 Output = Annotated[Path, typer.Option(help="Folder for the results.")]
@@ -25,6 +25,7 @@ def throughput(
     prefill: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 2048,
     decode: Annotated[int, typer.Option(min=1, help="Tokens generated after it.")] = 128,
     device: Device = "cpu",
+    dtype: Dtype = None,
     output: Output = Path("runs/bench"),
 ) -> None:
     """Prefill and greedy decoding by the paper's protocol, all models back to back."""
@@ -42,7 +43,7 @@ def throughput(
             def advance(name: str) -> None:
                 progress.update(bar, advance=1, description=name)
 
-            result = run(names, device=device, prefill=prefill, decode=decode, progress=advance)
+            result = run(names, device=device, dtype=dtype, prefill=prefill, decode=decode, progress=advance)
         show(throughput_table(result))
         console.print(str(save_json(output / "throughput.json", result)), soft_wrap=True)
 

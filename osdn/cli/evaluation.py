@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from osdn.terminal import Device, Name, console, made, messages, plain_errors, printable, progress_bar, show
+from osdn.terminal import (
+    Device,
+    Dtype,
+    Name,
+    console,
+    made,
+    messages,
+    plain_errors,
+    printable,
+    progress_bar,
+    show,
+)
 
 if TYPE_CHECKING:
     from osdn.results.tables import Table
@@ -41,6 +52,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="Tokens the model may see; recurrent models have no limit.")
     ] = None,
     device: Device = "cpu",
+    dtype: Dtype = None,
     overwrite: Annotated[bool, typer.Option(help="Measure again what has results.")] = False,
 ) -> None:
     """Run the paper's benchmarks on a model; started again, it continues."""
@@ -66,7 +78,7 @@ def evaluate(
         if output is not None:
             made(output)
         settings = Settings(
-            checkpoint, data_dir, window, books, limit, batch_size, max_length, device, name=name
+            checkpoint, data_dir, window, books, limit, batch_size, max_length, device, dtype, name
         )
         with messages.status(f"loading {escape(checkpoint)}"):
             evaluation = Evaluation(settings, output, overwrite)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from osdn.terminal import Checkpoint, Device, Name, console, messages, plain_errors
+from osdn.terminal import Checkpoint, Device, Dtype, Name, console, messages, plain_errors
 
 
 def serve(
@@ -15,6 +15,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Its port; 0 takes a free one.")] = 8000,
     name: Name = None,
     device: Device = "cpu",
+    dtype: Dtype = None,
 ) -> None:
     """Answer requests of OpenAI's clients with a model."""
     with plain_errors():
@@ -26,7 +27,7 @@ def serve(
 
         listening = bind(host, port)
         with messages.status(f"loading {escape(checkpoint)}"):
-            tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device)
+            tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device, dtype)
         identity = identify(model, checkpoint, name)
         chat = "" if tokenizer.chat_template else "; it has no chat template: messages are joined as they are"
         console.print(

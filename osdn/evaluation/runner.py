@@ -49,6 +49,7 @@ class Settings:
     batch_size: int | None = None
     max_length: int | None = None
     device: str = "cpu"
+    dtype: str | None = None  # as `load_model` takes it
     name: str | None = None  # of the model, in place of its own
 
     def check(self) -> None:
@@ -81,7 +82,9 @@ class Evaluation:
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(settings.checkpoint)
         if self.tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {settings.checkpoint} has no end-of-text token (eos_token)")
-        self.model: PreTrainedModel = load_model(settings.checkpoint, self.processes.device(settings.device))
+        self.model: PreTrainedModel = load_model(
+            settings.checkpoint, self.processes.device(settings.device), settings.dtype
+        )
         self.identity = identify(self.model, settings.checkpoint, settings.name)
         self.folder = output or Path("runs/eval") / self.identity.model
         self.max_length = settings.max_length or harness.position_limit(self.model.config)

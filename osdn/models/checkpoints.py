@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from osdn.bfloat16 import avoid_broken_amx
 from osdn.hub import hub_answers, no_waiting
 from osdn.models.interchange import FORMATS, load_flash_linear_attention
 
@@ -13,16 +14,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_model(path: str | Path, device: str = "cpu") -> PreTrainedModel:
-    """Ours, flash-linear-attention's or any other causal model; in float32 on a CPU, else as saved."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(path: str | Path, device: str = "cpu", dtype: str | None = None) -> PreTrainedModel:
+    """Ours, flash-linear-attention's or any other causal model.
+
+    Args:
+        dtype: "float32", "bfloat16", "float16" or "auto", which is as it was saved; None is float32 on a CPU
+            and "auto" elsewhere.
+    """
     place = usable_device(device)
-    dtype = torch.float32 if place.type == "cpu" else "auto"
+    name = dtype or ("float32" if place.type == "cpu" else "auto")
+    if name not in (*DTYPES, "auto"):
+        raise ValueError(f"dtype is {name!r}; it must be one of {', '.join(DTYPES)} and auto")
+    if place.type == "cpu" and name != "float32":
+        avoid_broken_amx()
+    precision = DTYPES.get(name, "auto")
     settings = saved_settings(path)
     with no_waiting():
         if settings.get("model_type") in FORMATS:
-            model = load_flash_linear_attention(path, dtype=dtype)
+            model = load_flash_linear_attention(path, dtype=precision)
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=precision, use_safetensors=True)
     return model.to(place).eval()
 
 

@@ -28,8 +28,7 @@ def check_memory(config: OSDNConfig, settings: Settings, device: torch.device, d
         free = torch.cuda.mem_get_info(device)[0]
     if weights < free:
         tokens, layers = settings.data.seq_len, config.num_hidden_layers
-        halved = device.type != "cpu" and settings.training.precision == "bfloat16"
-        block = activation_bytes(config) * tokens / (2 if halved else 1)
+        block = activation_bytes(config) * tokens / (2 if settings.training.precision == "bfloat16" else 1)
         activations = block * layers
         if settings.training.gradient_checkpointing:  # one block at a time, and the float32 input of each
             activations = block + 4 * layers * config.hidden_size * tokens

@@ -26,6 +26,7 @@ def print_header(
     arguments: TrainingArguments,
     corpus: Corpus,
     step: int,
+    precision_reason: str,
 ) -> None:
     """Say what is about to run: which model, where, on what, for how long, and from where on."""
     data, training, validation = settings.data, settings.training, settings.validation
@@ -36,7 +37,8 @@ def print_header(
     lines = {
         "run": f"{settings.name} in {settings.output_dir}",
         "model": f"{block(config)}: {parameters:,} parameters",
-        "device": f"{arguments.world_size} × {device}, {'bfloat16' if arguments.bf16 else 'float32'}",
+        "device": f"{arguments.world_size} × {device}",
+        "precision": f"{training.precision}: {precision_reason}",
         "data": f"{_source(settings, data.split)}{_size(corpus.train.documents, known)}",
         "validation": "none",
         "steps": f"{training.steps:,} of {training.tokens_per_step:,} tokens: {total:,} tokens"
@@ -93,7 +95,7 @@ def save_record(
         },
         "device": str(arguments.device),
         "devices": arguments.world_size,
-        "precision": "bfloat16" if arguments.bf16 else "float32",
+        "precision": settings.training.precision,
         "settings": asdict(settings),
     }
     return save_json(run / TRAINING, content)
@@ -101,10 +103,20 @@ def save_record(
 
 def is_finished(run: Path) -> bool:
     """Whether the run's record says that it came to its end."""
+    return bool(_recorded(run).get("finished"))
+
+
+def recorded_precision(run: Path) -> str | None:
+    """What a run that has begun is computed in."""
+    return _recorded(run).get("precision")
+
+
+def _recorded(run: Path) -> dict[str, Any]:
     try:
-        return bool(json.loads((run / TRAINING).read_text(encoding="utf-8"))["finished"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        content = json.loads((run / TRAINING).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _source(settings: Settings, split: str | None) -> str:

@@ -75,7 +75,7 @@ class TrainingSettings:
     steps: int
     tokens_per_step: int  # over all devices and accumulated batches
     seed: int
-    precision: str  # bfloat16 (on a GPU: mixed, with float32 reductions) or float32
+    precision: str  # bfloat16 (mixed, with float32 weights and reductions), float32, or auto: the faster
     parallelism: str  # of several devices: ddp or fsdp2
     gradient_checkpointing: bool
     max_skipped_steps: (
@@ -84,7 +84,7 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         _positive("training", self, "steps", "tokens_per_step")
-        _one_of("training.precision", self.precision, "bfloat16", "float32")
+        _one_of("training.precision", self.precision, "auto", "bfloat16", "float32")
         _one_of("training.parallelism", self.parallelism, "ddp", "fsdp2")
 
 

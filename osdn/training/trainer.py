@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
+from osdn import bfloat16
 from osdn.models import OSDNConfig, OSDNForCausalLM, describe
+from osdn.models.modeling_osdn import OSDNBlock
 from osdn.results.store import TRAINING
 from osdn.terminal import printable
 from osdn.training import checkpoints
@@ -54,11 +57,13 @@ from osdn.training.packing import (
     Position,
     held_out_rows,
 )
-from osdn.training.record import is_finished, print_header, save_record
+from osdn.training.record import is_finished, print_header, recorded_precision, save_record
 from osdn.training.settings import Settings
 from osdn.training.shards import load_shards
 
 logger = logging.getLogger(__name__)
+
+MEASURED_TOKENS = 512  # in which precision is faster
 
 # Vectors and numbers that are not weights of a product; the paper's recipe leaves them alone.
 NO_DECAY = re.compile(r"(^|\.)(A_log|dt_bias|bias|\w*norm\.weight)$")
@@ -244,13 +249,14 @@ def train(settings: Settings) -> Path:
     """Run the settings to the end, continuing what is there, and return the finished model's directory."""
     run, devices = Path(settings.output_dir), int(os.environ.get("WORLD_SIZE", "1"))
     result, steps = run / "model", settings.training.steps
+    config = settings.model_config()
+    settings, precision_reason = with_precision(settings, config, devices)
     if _planned_steps(run, settings) == steps and result.exists() and is_finished(run):
         if (reason := checkpoints.damage(result, checkpoints.MODEL_FILES)) is None:
             logger.warning("%s is finished already; a larger training.steps extends it", run)
             return result
         logger.warning("%s is damaged (%s); making it again", result, printable(reason))
-    arguments = training_arguments(settings, devices)
-    config, tokenizer = settings.model_config(), load_tokenizer(settings.data.tokenizer)
+    arguments, tokenizer = training_arguments(settings, devices), load_tokenizer(settings.data.tokenizer)
     check_vocabulary(config, tokenizer)
     check_memory(config, settings, arguments.device, devices)
     if settings.optimizer.warmup_steps >= steps and arguments.process_index == 0:
@@ -273,7 +279,9 @@ def train(settings: Settings) -> Path:
         if not finished:
             step = checkpoints.step_of(checkpoint) if checkpoint else 0
             if first:
-                print_header(settings, config, model.num_parameters(), arguments, corpus, step)
+                print_header(
+                    settings, config, model.num_parameters(), arguments, corpus, step, precision_reason
+                )
                 save_record(settings, config, arguments, corpus, finished=False)
             if step < steps:
                 _run(settings, arguments, model, tokenizer, corpus, checkpoint)
@@ -361,12 +369,39 @@ def _blaming(checkpoint: str | Path | None) -> Iterator[None]:
         ) from error
 
 
+def with_precision(settings: Settings, config: OSDNConfig, devices: int) -> tuple[Settings, str]:
+    """The settings with a precision in place of "auto", and why it is that one.
+
+    A run that continues keeps what it began with.  On a CPU a block of the model is timed in both.
+    """
+    training = settings.training
+    if training.precision != "auto":
+        if training.precision == "bfloat16":
+            bfloat16.avoid_broken_amx()
+        return settings, "as the config says"
+    if before := recorded_precision(Path(settings.output_dir)):
+        chosen, reason = before, "as the run began"
+    elif torch.accelerator.is_available():
+        chosen, reason = "bfloat16", "as ever on a GPU"
+    elif devices > 1:
+        chosen, reason = (
+            "float32",
+            "processes that share a CPU do not measure; the config may ask for bfloat16",
+        )
+    else:
+        with torch.random.fork_rng(devices=[]):
+            block = OSDNBlock(config, layer_idx=0)
+            x = torch.randn(1, min(settings.data.seq_len, MEASURED_TOKENS), config.hidden_size)
+        ratio = bfloat16.speedup(block, x)
+        chosen = "bfloat16" if ratio > bfloat16.WORTHWHILE else "float32"
+        reason = f"bfloat16 was {ratio:.2f} times as fast as float32 for one block"
+    return replace(settings, training=replace(training, precision=chosen)), reason
+
+
 def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
     """The settings in the library's words."""
     optimizer, training = settings.optimizer, settings.training
     gpu, sharded = torch.accelerator.is_available(), training.parallelism == "fsdp2" and devices > 1
-    if training.precision == "bfloat16" and not gpu:
-        logger.warning("training in float32: bfloat16 is for GPUs")
     arguments = TrainingArguments(
         output_dir=settings.output_dir,
         max_steps=training.steps,
@@ -384,7 +419,7 @@ def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
         weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm,
         seed=training.seed,
-        bf16=training.precision == "bfloat16" and gpu,
+        bf16=training.precision == "bfloat16",
         use_cpu=not gpu,
         ddp_backend="gloo" if devices > 1 and not gpu else None,
         ddp_find_unused_parameters=False,

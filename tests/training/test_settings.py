@@ -41,7 +41,7 @@ def test_the_340m_runs_are_those_of_the_paper(config):
     assert settings.optimizer.learning_rate == 1e-3
     assert settings.optimizer.max_grad_norm == 1.0
     assert settings.training.seed == 42
-    assert settings.training.precision == "bfloat16"
+    assert settings.training.precision == "auto"
     assert (settings.accumulation(8), settings.accumulation(4)) == (1, 2)
     assert round(settings.training.steps * settings.training.tokens_per_step / 1e9, 2) == 10.74
 
@@ -144,7 +144,7 @@ def test_a_plain_file_name_is_a_name(write_config, name):
         ("training.steps=[", ".*is not YAML"),
         (
             "training.precision=float16",
-            "training.precision is 'float16'; it must be one of bfloat16",
+            "training.precision is 'float16'; it must be one of auto, bfloat16",
         ),
         ("model.run_name=x", "unknown key model.run_name"),
         ("name=3", "name is 3; it must be of type str"),

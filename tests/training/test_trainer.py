@@ -490,7 +490,8 @@ def test_a_run_starts_with_a_header(write_config, capsys, tmp_path):
     for text in (
         f"run         [bold]odd in {tmp_path / 'run'}\n",
         f"{parameters:,} parameters",
-        "1 × cpu, float32\n",
+        "1 × cpu\n",
+        "precision   float32: as the config says\n",
         "split train[:80%], 48 documents, ",
         "split train[80%:], 576 tokens every 5 steps and at the end\n",
         "4 of 192 tokens: 768 tokens, 0.0",
@@ -752,3 +753,28 @@ def residual_ratio(mixer: TokenMixer, x, cuts):
             after = v[0, t] - torch.einsum("hkv,hk->hv", S, k[0, t])
             ratios.append(after.square().sum(-1) / before.square().sum(-1))
     return torch.stack(ratios).mean().item()
+
+
+def test_bfloat16_on_a_cpu_learns_as_float32_does(write_config, whole, tmp_path):
+    train(load_settings(write_config(training={"precision": "bfloat16"})))
+    half, single = ([line["loss"] for line in Metrics.read(run)] for run in (tmp_path / "run", whole))
+    assert half == pytest.approx(single, rel=0.01)
+    assert half != single
+    record = json.loads((tmp_path / "run" / "training.json").read_text())
+    assert record["precision"] == "bfloat16"
+    tensors = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert {x.dtype for x in tensors.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("ratio", "chosen"), [(1.6, "bfloat16"), (1.05, "float32")])
+def test_the_faster_precision_is_measured_and_kept(
+    write_config, tmp_path, monkeypatch, capsys, ratio, chosen
+):
+    monkeypatch.setattr(module.bfloat16, "speedup", lambda block, x: ratio)
+    changes = {"precision": "auto"}
+    train(load_settings(write_config(training=changes | {"steps": 2})))
+    assert f"{chosen}: bfloat16 was {ratio:.2f} times as fast" in capsys.readouterr().err
+    monkeypatch.setattr(module.bfloat16, "speedup", lambda block, x: 1 / ratio)
+    train(load_settings(write_config(training=changes | {"steps": 4})))
+    assert f"{chosen}: as the run began" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "training.json").read_text())["precision"] == chosen

@@ -26,6 +26,9 @@ Dtype = Annotated[
         show_default=False,
     ),
 ]
+Quantize = Annotated[
+    str | None, typer.Option(help="int8 or int4: small weights, for decoding on a CPU.", show_default=False)
+]
 Name = Annotated[
     str | None, typer.Option(help="What to call the model in results; its run's name if not given.")
 ]

@@ -5,7 +5,18 @@ from typing import Annotated
 
 import typer
 
-from osdn.terminal import Checkpoint, Device, Dtype, Name, console, made, plain_errors, progress_bar, show
+from osdn.terminal import (
+    Checkpoint,
+    Device,
+    Dtype,
+    Name,
+    Quantize,
+    console,
+    made,
+    plain_errors,
+    progress_bar,
+    show,
+)
 
 
 def diagnose(
@@ -87,6 +98,7 @@ def inspect(
     length: Annotated[int, typer.Option(min=2, help="Tokens of the prompt at most, its last.")] = 1024,
     device: Device = "cpu",
     dtype: Dtype = None,
+    quantize: Quantize = None,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/inspect.html"),
     name: Name = None,
 ) -> None:
@@ -101,7 +113,7 @@ def inspect(
         made(output.parent)
         tokenizer = load_tokenizer(checkpoint)
         encoded = encode("prompt", prompt, tokenizer, length)
-        model = load_model(checkpoint, device, dtype)
+        model = load_model(checkpoint, device, dtype, quantize)
         texts = [tokenizer.decode([token]) for token in encoded.ids.tolist()]
         data = inspect_prompt(model, encoded, texts, identify(model, checkpoint, name).model)
         page = write_inspector(output, data)

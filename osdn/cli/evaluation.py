@@ -13,6 +13,7 @@ from osdn.terminal import (
     Device,
     Dtype,
     Name,
+    Quantize,
     console,
     made,
     messages,
@@ -53,6 +54,7 @@ def evaluate(
     ] = None,
     device: Device = "cpu",
     dtype: Dtype = None,
+    quantize: Quantize = None,
     overwrite: Annotated[bool, typer.Option(help="Measure again what has results.")] = False,
 ) -> None:
     """Run the paper's benchmarks on a model; started again, it continues."""
@@ -78,7 +80,7 @@ def evaluate(
         if output is not None:
             made(output)
         settings = Settings(
-            checkpoint, data_dir, window, books, limit, batch_size, max_length, device, dtype, name
+            checkpoint, data_dir, window, books, limit, batch_size, max_length, device, dtype, quantize, name
         )
         with messages.status(f"loading {escape(checkpoint)}"):
             evaluation = Evaluation(settings, output, overwrite)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from osdn.terminal import Checkpoint, Device, Dtype, Name, console, messages, plain_errors
+from osdn.terminal import Checkpoint, Device, Dtype, Name, Quantize, console, messages, plain_errors
 
 
 def serve(
@@ -16,6 +16,7 @@ def serve(
     name: Name = None,
     device: Device = "cpu",
     dtype: Dtype = None,
+    quantize: Quantize = None,
 ) -> None:
     """Answer requests of OpenAI's clients with a model."""
     with plain_errors():
@@ -27,7 +28,7 @@ def serve(
 
         listening = bind(host, port)
         with messages.status(f"loading {escape(checkpoint)}"):
-            tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device, dtype)
+            tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device, dtype, quantize)
         identity = identify(model, checkpoint, name)
         chat = "" if tokenizer.chat_template else "; it has no chat template: messages are joined as they are"
         console.print(

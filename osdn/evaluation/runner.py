@@ -50,6 +50,7 @@ class Settings:
     max_length: int | None = None
     device: str = "cpu"
     dtype: str | None = None  # as `load_model` takes it
+    quantize: str | None = None  # so, too
     name: str | None = None  # of the model, in place of its own
 
     def check(self) -> None:
@@ -83,7 +84,7 @@ class Evaluation:
         if self.tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {settings.checkpoint} has no end-of-text token (eos_token)")
         self.model: PreTrainedModel = load_model(
-            settings.checkpoint, self.processes.device(settings.device), settings.dtype
+            settings.checkpoint, self.processes.device(settings.device), settings.dtype, settings.quantize
         )
         self.identity = identify(self.model, settings.checkpoint, settings.name)
         self.folder = output or Path("runs/eval") / self.identity.model
@@ -125,10 +126,11 @@ class Evaluation:
 
     def _protocol(self, task: Task) -> dict[str, Any]:
         """How a task is measured, as far as its numbers depend on it."""
+        small = f", {self.settings.quantize} weights" if self.settings.quantize else ""
         protocol = {
             "limit": self.settings.limit,
             "max_length": self.max_length,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": str(self.model.dtype).removeprefix("torch.") + small,
         }
         if task.name.endswith("_twice"):
             protocol["window"] = self.settings.window

@@ -6,6 +6,7 @@ from osdn.models.describe import describe
 from osdn.models.interchange import load_flash_linear_attention, save_flash_linear_attention
 from osdn.models.modeling_osdn import OSDNForCausalLM, OSDNModel
 from osdn.models.presets import PRESETS
+from osdn.models.quantization import QuantizationConfig
 from osdn.models.registration import register
 
 register()
@@ -17,6 +18,7 @@ __all__ = [
     "OSDNForSequenceClassification",
     "OSDNForTokenClassification",
     "OSDNModel",
+    "QuantizationConfig",
     "describe",
     "load_flash_linear_attention",
     "save_flash_linear_attention",

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from osdn.bfloat16 import avoid_broken_amx
 from osdn.hub import hub_answers, no_waiting
 from osdn.models.interchange import FORMATS, load_flash_linear_attention
+from osdn.models.quantization import quantize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(path: str | Path, device: str = "cpu", dtype: str | None = None) -> PreTrainedModel:
+def load_model(
+    path: str | Path, device: str = "cpu", dtype: str | None = None, weights: str | None = None
+) -> PreTrainedModel:
     """Ours, flash-linear-attention's or any other causal model.
 
     Args:
         dtype: "float32", "bfloat16", "float16" or "auto", which is as it was saved; None is float32 on a CPU
             and "auto" elsewhere.
+        weights: "int8" or "int4" for linear layers with small weights, on a CPU.
     """
     place = usable_device(device)
     name = dtype or ("float32" if place.type == "cpu" else "auto")
@@ -30,6 +34,8 @@ def load_model(path: str | Path, device: str = "cpu", dtype: str | None = None) 
         raise ValueError(f"dtype is {name!r}; it must be one of {', '.join(DTYPES)} and auto")
     if place.type == "cpu" and name != "float32":
         avoid_broken_amx()
+    if weights is not None and place.type != "cpu":
+        raise ValueError(f"{weights} weights are for CPUs, and device is {device}")
     precision = DTYPES.get(name, "auto")
     settings = saved_settings(path)
     with no_waiting():
@@ -37,6 +43,8 @@ def load_model(path: str | Path, device: str = "cpu", dtype: str | None = None) 
             model = load_flash_linear_attention(path, dtype=precision)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=precision, use_safetensors=True)
+    if weights is not None:
+        quantize(model, weights)
     return model.to(place).eval()
 
 

@@ -41,7 +41,9 @@ def evaluate(
         Path | None, typer.Option(help="Folder for the results; runs/eval/MODEL if not given.")
     ] = None,
     name: Name = None,
-    window: Annotated[int, typer.Option(help="Tokens of one reading in the -twice tasks.")] = 1000,
+    window: Annotated[
+        int, typer.Option(help="Tokens of one reading in code_recall and the -twice tasks.")
+    ] = 1000,
     books: Annotated[
         str | None, typer.Option(help="Text for pg19 in place of PG-19: a file, a directory, or stdlib.")
     ] = None,
@@ -127,7 +129,7 @@ class _Bars:
 def _needs(suites: list[str], data_dir: Path | None) -> "Table":
     """What each task reads, and where it would come from."""
     from osdn.evaluation.data import whereabouts
-    from osdn.evaluation.suites import SUITES
+    from osdn.evaluation.suites import INSTALLED, SUITES
     from osdn.hub import hub_answers
     from osdn.results.tables import Cell, Row, Table
 
@@ -136,7 +138,8 @@ def _needs(suites: list[str], data_dir: Path | None) -> "Table":
     for suite in suites:
         rows.append(Row(suite, [], rule=True, heading=True))
         for task in SUITES[suite]:
-            place = words[whereabouts(task.data, task.config, data_dir)]
+            local = task.data == INSTALLED
+            place = "here" if local else words[whereabouts(task.data, task.config, data_dir)]
             there = Cell(place, good=False if place == "missing" else None)
             rows.append(Row(task.name, [Cell(task.documents), there]))
     return Table("What the suites read", ["data set, split", "is"], rows, corner="task", left=(0, 1))

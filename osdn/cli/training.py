@@ -49,7 +49,9 @@ def tokenizer_main() -> None:
 
 @tokenizer.command("train")
 def tokenizer_train(
-    source: Annotated[str, typer.Argument(help="stdlib, a file, a directory or a data set of the hub.")],
+    source: Annotated[
+        str, typer.Argument(help="stdlib, installed, a file, a directory or a data set of the hub.")
+    ],
     output: Annotated[Path, typer.Argument(help="The directory to write.")],
     vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32_000,
     name: Annotated[str | None, typer.Option(help="Configuration of a data set of the hub.")] = None,

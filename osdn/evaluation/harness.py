@@ -202,7 +202,7 @@ def load_task(name: str, tokenizer: Any, window: int = WINDOW, data_dir: str | P
     manager = TaskManager(include_path=folders, include_defaults=known is None, metadata=metadata)
     if original not in manager.all_tasks:
         raise ValueError(f"{name} is not a task of lm_eval; `lm_eval ls tasks` lists them")
-    makes_haystacks = known is not None and known.length is not None
+    makes_haystacks = known is not None and known.length is not None  # of RULER
     try:
         with _quiet(), mirrored(data_dir), haystacks(data_dir) if makes_haystacks else nullcontext():
             task = manager.load([original])["tasks"][original]

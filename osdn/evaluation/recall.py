@@ -80,6 +80,19 @@ def read_twice_and_complete(doc: dict[str, Any], tokenizer: Any, length: int) ->
     }
 
 
+def fast_tokenizer(task: str, place: Any, window: int) -> Any:
+    """The tokenizer that cuts documents: an object, or where to load one from (the model's own place)."""
+    if place is None:
+        raise ValueError(f"{task} is cut by tokens: name a tokenizer, --metadata '{{\"tokenizer\": ...}}'")
+    if isinstance(place, (str, Path)):
+        place = load_tokenizer(place)
+    if not place.is_fast:
+        raise ValueError(f"{task} is cut by tokens, for which the tokenizer must be a fast one")
+    if window <= ROOM:
+        raise ValueError(f"the window is {window} tokens; it must be more than {ROOM}, which are kept free")
+    return place
+
+
 def _twice(
     path: str,
     prompt: Any,
@@ -90,19 +103,8 @@ def _twice(
     data_dir: str | Path | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """The data set of a task; the arguments are the metadata that `lm_eval` hands to every task.
-
-    The tokenizer is an object or a place to load one from, the model's own (`pretrained`) if none is named.
-    """
-    place = pretrained if tokenizer is None else tokenizer
-    if place is None:
-        raise ValueError(f"{path} is cut by tokens: name a tokenizer, --metadata '{{\"tokenizer\": ...}}'")
-    if isinstance(place, (str, Path)):
-        place = load_tokenizer(place)
-    if not place.is_fast:
-        raise ValueError(f"{path} is cut by tokens, for which the tokenizer must be a fast one")
-    if window <= ROOM:
-        raise ValueError(f"the window is {window} tokens; it must be more than {ROOM}, which are kept free")
+    """The data set of a task; the arguments are the metadata that `lm_eval` hands to every task."""
+    place = fast_tokenizer(path, pretrained if tokenizer is None else tokenizer, window)
     data = load_split(path, "default", "validation", data_dir)
     arguments = {"tokenizer": place, "length": window - ROOM}
     rows = []

@@ -25,7 +25,7 @@ from osdn.evaluation.data import MissingDataError, bars, load_split
 from osdn.evaluation.perplexity import BLOCK, CONTEXT, Report, document_perplexity, position_perplexity
 from osdn.evaluation.processes import Processes
 from osdn.evaluation.recall import ROOM, WINDOW
-from osdn.evaluation.suites import FINEWEB_EDU, PG19, SUITES, Task, select
+from osdn.evaluation.suites import FINEWEB_EDU, INSTALLED, PG19, SUITES, Task, select
 from osdn.models.checkpoints import load_model, load_tokenizer
 from osdn.models.identity import identify
 from osdn.results.scores import Score, derive
@@ -132,7 +132,7 @@ class Evaluation:
             "max_length": self.max_length,
             "dtype": str(self.model.dtype).removeprefix("torch.") + small,
         }
-        if task.name.endswith("_twice"):
+        if task.name.endswith("_twice") or task.data == INSTALLED:
             protocol["window"] = self.settings.window
         if task.name == FINEWEB_EDU:  # documents are read in pieces of this length, as in training
             protocol["context"] = min(CONTEXT, self.max_length or CONTEXT)
@@ -145,8 +145,8 @@ class Evaluation:
     def _documents(self, task: Task) -> Dataset:
         """The rows that a task evaluates, as they are in the data set."""
         limit, books = self.settings.limit, self.settings.books
-        if task.length is not None:
-            rows = self._loaded(task).dataset["test"]
+        if task.makes_its_data:
+            rows = Dataset.from_list(list(self._loaded(task).eval_docs))
         elif task.name == PG19 and books is not None:
             rows = load_source(books)
         else:

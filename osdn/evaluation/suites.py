@@ -5,10 +5,11 @@ A task fills one column of the paper's tables or two; a column's metric is named
 
 from dataclasses import dataclass
 
-from osdn.results.scores import LONGBENCH, NEEDLES, RULER_LENGTHS
+from osdn.results.scores import CODE, CODE_TWICE, LONGBENCH, NEEDLES, RULER_LENGTHS
 
 ACCURACY, NORMALISED, EXACT = "acc,none", "acc_norm,none", "exact_match,remove_whitespace"
 CONTAINS = "contains,none"
+INSTALLED = "installed"  # Python's sources on this machine, in place of a data set
 FINEWEB_EDU, PG19 = "fineweb_edu", "pg19"  # the measures that are not tasks of lm_eval
 
 
@@ -21,7 +22,12 @@ class Task:
     split: str = "validation"
     folder: str | None = None  # of lm_eval's own definition
     original: str | None = None  # its name there, if it is another
-    length: int | None = None  # of the prompts in tokens, where the task makes them
+    length: int | None = None  # of the prompts in tokens, where RULER makes them
+
+    @property
+    def makes_its_data(self) -> bool:
+        """Whether the documents are made when the task is loaded."""
+        return self.length is not None or self.data == INSTALLED
 
     @property
     def source(self) -> str:
@@ -113,8 +119,11 @@ SUITES: dict[str, tuple[Task, ...]] = {
         for needle in NEEDLES
         for length in RULER_LENGTHS
     ),
+    "code_recall": tuple(
+        Task(name, {name: CONTAINS}, INSTALLED) for name in (*CODE, *CODE_TWICE, "code_alone")
+    ),
 }
-EXTRA = ("ruler",)  # not of the paper
+EXTRA = ("ruler", "code_recall")  # not of the paper
 
 
 def select(names: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from osdn.results import paper
 from osdn.results.paper import BUCKETS
-from osdn.results.scores import COMMONSENSE, LONGBENCH, RULER, SINGLE
+from osdn.results.scores import CODE, COMMONSENSE, LONGBENCH, RULER, SINGLE
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,23 @@ NIAH = PaperTable(
     ),
     (),
 )
+RECALL_IN_CODE = PaperTable(
+    "Recall in Python's sources",
+    "Contains-accuracy on held-out files; twice: the document is read twice; cue: it is not read at all.",
+    (
+        *(Column(task.removeprefix("code_"), task) for task in CODE), Column("single", "code_single"),
+        *(Column(f"{task.removeprefix('code_')} twice", f"{task}_twice") for task in CODE),
+        Column("repeated", "code_repeated"), Column("overall", "code_recall"),
+        Column("cue", "code_alone", better=None),
+    ),
+    (),
+)  # fmt: skip
 BY_SUITE = {
     "ppl": PERPLEXITY, "recall": RECALL, "commonsense": COMMON, "retrieval": GENERATION, "longbench": LONG,
-    "pg19": PG19, "ruler": NIAH,
+    "pg19": PG19, "ruler": NIAH, "code_recall": RECALL_IN_CODE,
 }  # fmt: skip
 # In the paper's order.
 TABLES = (
-    MAIN, PERPLEXITY, RECALL, DIAGNOSTIC, COMMON, GENERAL, GENERATION, PG19, ABLATIONS, LONG, NIAH, TRAINING,
-    THROUGHPUT,
+    MAIN, PERPLEXITY, RECALL, DIAGNOSTIC, COMMON, GENERAL, GENERATION, PG19, ABLATIONS, LONG, NIAH,
+    RECALL_IN_CODE, TRAINING, THROUGHPUT,
 )  # fmt: skip

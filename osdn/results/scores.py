@@ -28,6 +28,8 @@ LONGBENCH = tuple(
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1")
 RULER_LENGTHS = (1024, 2048, 4096, 8192)
 RULER = tuple(f"{needle}_{length // 1024}k" for needle in NEEDLES for length in RULER_LENGTHS)
+CODE = ("code_arguments", "code_variables", "code_attributes")
+CODE_TWICE = tuple(f"{task}_twice" for task in CODE)
 MEANS = {
     "recall_single": SINGLE,
     "recall_repeated": REPEATED,
@@ -36,6 +38,9 @@ MEANS = {
     "retrieval": RETRIEVAL,
     "longbench": LONGBENCH,
     "ruler": RULER,
+    "code_single": CODE,
+    "code_repeated": CODE_TWICE,
+    "code_recall": CODE + CODE_TWICE,
 }
 # The differences to a baseline that the paper prints, and the columns each is made of.
 CHANGES = {"repeated_change": REPEATED, "nll_change": ("wikitext_ppl", "lambada_ppl")}

@@ -1,9 +1,9 @@
 """Where text comes from and how it becomes tokens.
 
-A source is a name: `stdlib` (the running Python's own sources, always there), a file, a directory, or a data
-set of the Hugging Face hub.  Each becomes a `datasets` data set of documents, and tokenising it is a `map`
-that `datasets` runs in parallel, with progress, once: the result is cached under a fingerprint of the text
-and of the tokenizer.
+A source is a name: `stdlib` (the running Python's own sources, always there), `installed` (those and the
+sources of all installed packages), a file, a directory, or a data set of the Hugging Face hub.  Each becomes
+a `datasets` data set of documents, and tokenising it is a `map` that `datasets` runs in parallel, once, with
+progress: the result is cached under a fingerprint of the text and of the tokenizer.
 """
 
 import os
@@ -36,22 +36,48 @@ FORMATS = {
 VALIDATION_SHARE = 20  # one file of the standard library in so many is held out
 
 
-def stdlib_documents(split: str = "train") -> Iterator[str]:
-    """The standard library's source files in a fixed order; split is "train" or "validation".
+class SourceFiles:
+    """Python files that are always there: "stdlib", or "installed", which is that and all installed packages.
 
-    A file's path decides its side, so that no version of Python moves a file from one to the other.
+    A file's path decides whether it is held out, so that no version of a package moves a file from one side
+    to the other.  The order is fixed and mixes packages: any part of it from the beginning is a fair sample.
     """
-    if split not in ("train", "validation"):
-        raise ValueError(f'split is {split!r}; stdlib has "train" and "validation"')
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        held_out = zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
-        if held_out == (split == "validation") and "-packages" not in name:
-            try:
-                yield path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:  # a few tests of the tokenizer are in other encodings
-                continue
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        paths = sysconfig.get_paths()
+        roots = {"stdlib": [paths["stdlib"]], "installed": [paths["stdlib"], paths["purelib"]]}[source]
+        found: dict[str, Path] = {}
+        for root in map(Path, dict.fromkeys(roots)):
+            for path in root.rglob("*.py"):
+                name = path.relative_to(root).as_posix()
+                if "-packages" not in name:
+                    found.setdefault(name, path)
+        names = sorted(found)
+        if source == "installed":
+            names.sort(key=lambda name: zlib.crc32(name.encode()))
+        self.paths = {name: found[name] for name in names}
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what was found: names and sizes."""
+        return Hasher.hash([(name, path.stat().st_size) for name, path in self.paths.items()])
+
+    def texts(self, split: str = "train") -> Iterator[str]:
+        """The files of "train" or of "validation"."""
+        if split not in ("train", "validation"):
+            raise ValueError(f'split is {split!r}; {self.source} has "train" and "validation"')
+        for name, path in self.paths.items():
+            if (zlib.crc32(name.encode()) % VALIDATION_SHARE == 0) == (split == "validation"):
+                try:
+                    yield path.read_text(encoding="utf-8")
+                except (UnicodeDecodeError, OSError):  # a few tests of the tokenizer are in other encodings
+                    continue
+
+
+def stdlib_documents(split: str = "train") -> Iterator[str]:
+    """The standard library's source files in a fixed order; split is "train" or "validation"."""
+    return SourceFiles("stdlib").texts(split)
 
 
 def load_source(
@@ -65,18 +91,18 @@ def load_source(
     """The documents of a source as a data set with a column "text".
 
     Args:
-        source: "stdlib", a file or directory of parquet, jsonl or text files (a text file is one document),
-            or the name of a data set on the hub.
+        source: "stdlib", "installed" (that and every installed package), a file or directory of parquet,
+            jsonl or text files (a text file is one document), or the name of a data set on the hub.
         name: which configuration of a hub data set, say "sample-10BT".
         split: as in `datasets.load_dataset`, slices included.
         text_column: the column that holds the text.
         streaming: read as needed rather than convert all of it first.
     """
     path = Path(source).expanduser()
-    if source == "stdlib":
-        # The version is part of the cache's key: another Python has other sources.
-        arguments = {"split": split, "version": sys.version}
-        data = Dataset.from_generator(_stdlib_rows, gen_kwargs=arguments)
+    if source in ("stdlib", "installed"):
+        # What was found is part of the cache's key: another Python has other sources.
+        arguments = {"source": source, "split": split, "found": SourceFiles(source).fingerprint}
+        data = Dataset.from_generator(_source_rows, gen_kwargs=arguments)
         data = data.to_iterable_dataset(num_shards=16) if streaming else data
     elif path.exists():
         kind, files = _local_files(path)
@@ -191,8 +217,8 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _stdlib_rows(split: str, version: str) -> Iterator[dict[str, str]]:
-    for text in stdlib_documents(split):
+def _source_rows(source: str, split: str, found: str) -> Iterator[dict[str, str]]:
+    for text in SourceFiles(source).texts(split):
         yield {"text": text}
 
 

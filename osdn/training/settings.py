@@ -24,7 +24,7 @@ CONFIGS = Path(__file__).parent / "configs"  # those that are shipped; their bas
 
 @dataclass(frozen=True)
 class DataSettings:
-    source: str  # stdlib, a file, a directory, or a data set of the hub
+    source: str  # stdlib, installed, a file, a directory, or a data set of the hub
     name: str | None  # its configuration, for a data set of the hub
     split: str
     text_column: str

@@ -1,0 +1,136 @@
+"""Recall on Python's sources: a task that can be made anywhere, in the form of "Just read twice".
+
+A document is a stretch of a file that the training splits of `stdlib` and `installed` do not hold.  It is
+followed by a cue whose answer stands in it once: the arguments of a function, the value of a variable, the
+value of an attribute.  An answer that any file of the training split gives to any such cue is not asked for,
+so that a model which sees only the cue cannot know it; the task `code_alone` measures whether that is so.
+"""
+
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+
+from osdn.evaluation.data import bars
+from osdn.evaluation.recall import ROOM, WINDOW, fast_tokenizer
+from osdn.training.data import SourceFiles
+
+QUESTIONS = 300  # of each kind
+SHORTEST, LONGEST = 8, 40  # characters of an answer
+PER_FILE = 5  # questions at most
+SEED = 0
+KINDS = {  # the cue, and the answer after it
+    "arguments": re.compile(
+        r"^[ \t]*(def \w+\((?:self,|cls,)?) ?([^()\n]+)\)(?: ->[^\n]*)?:[ \t]*$", re.MULTILINE
+    ),
+    "variables": re.compile(r"^((?!__)\w{4,} =) (\S[^\n#]*?)[ \t]*$", re.MULTILINE),
+    "attributes": re.compile(r"^[ \t]+(self\.\w+ =) (\S[^\n#]*?)[ \t]*$", re.MULTILINE),
+}
+
+
+class Question(NamedTuple):
+    text: str  # of the file
+    start: int  # of the line with the answer
+    cue: str
+    answer: str
+
+
+def code_documents(
+    *kinds: str,
+    readings: int,
+    tokenizer: Any = None,
+    pretrained: Any = None,
+    window: int = WINDOW,
+    source: str = "installed",
+    **_: Any,
+) -> dict[str, Dataset]:
+    """The data set of a task: its cues after so many readings of their documents.
+
+    The keyword arguments are the metadata that `lm_eval` hands to every task.
+    """
+    place = fast_tokenizer("code_recall", pretrained if tokenizer is None else tokenizer, window)
+    rows: list[dict[str, str]] = []
+    for kind in kinds:
+        questions = (Question(**row) for row in _questions(kind, source))
+        documents = ((question, _stretch(question, place, window - ROOM)) for question in questions)
+        for question, text in islice(((q, text) for q, text in documents if text is not None), QUESTIONS):
+            parts = [*[text] * readings, question.cue]
+            rows.append({"prompt": "\n\n".join(parts), "value": question.answer})
+    return {"validation": Dataset.from_list(rows)}
+
+
+def _questions(kind: str, source: str) -> Dataset:
+    """Questions about the held-out files in an order of their own, more than are asked; found once."""
+    files = SourceFiles(source)
+    key = f"{files.fingerprint} {SHORTEST} {LONGEST} {PER_FILE} {QUESTIONS} {SEED}"  # of the cache
+    arguments = {"source": source, "pattern": KINDS[kind].pattern, "key": key}
+    with bars(False):
+        return Dataset.from_generator(_find, gen_kwargs=arguments, split="validation")
+
+
+def _find(source: str, pattern: str, key: str) -> Iterator[dict[str, Any]]:
+    files, compiled = SourceFiles(source), re.compile(pattern, re.MULTILINE)
+    known = {found[2].strip() for text in files.texts("train") for found in compiled.finditer(text)}
+    questions = [
+        question
+        for text in files.texts("validation")
+        for question in _ask(text, compiled)
+        if question.answer not in known
+    ]
+    random.Random(SEED).shuffle(questions)
+    for question in questions[: 2 * QUESTIONS]:
+        yield question._asdict()
+
+
+def _ask(text: str, pattern: re.Pattern[str]) -> Iterator[Question]:
+    """Some questions about a file; cue and answer stand in it once, and the cue hints at no answer."""
+    found = []
+    for match in pattern.finditer(text):
+        cue, answer = match[1], match[2].strip()
+        hints = [word for word in re.findall(r"[^\W_]{4,}", answer.lower()) if word in _letters(cue)]
+        if SHORTEST <= len(answer) <= LONGEST and text.count(cue) == text.count(answer) == 1 and not hints:
+            found.append(Question(text, match.start(), cue, answer))
+    return iter(random.Random(zlib.crc32(text.encode())).sample(found, min(PER_FILE, len(found))))
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[\W_]", "", text.lower())
+
+
+def _stretch(question: Question, tokenizer: Any, length: int) -> str | None:
+    """Whole lines around the answer, at most `length` tokens, the answer anywhere among them.
+
+    None if the answer's line does not fit, or if what fits is less than half of the length.
+    """
+    text = question.text
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    end = text.find("\n", question.start + 1 if text[question.start] == "\n" else question.start)
+    end = len(text) if end < 0 else end
+    inside = [i for i, (a, b) in enumerate(offsets) if b > question.start and a < end]
+    spare = length - len(inside)
+    if spare < 0:
+        return None
+    before = random.Random(zlib.crc32(question.cue.encode())).randint(0, spare)
+    first = max(0, min(inside[0] - before, len(offsets) - length))
+    last = min(len(offsets) - 1, first + length - 1)
+    start, stop = offsets[first][0], offsets[last][1]
+    if start > 0 and text[start - 1] != "\n":  # begin with a whole line, and end with one
+        start = min(text.find("\n", start, question.start) + 1 or question.start, question.start)
+    if stop < len(text):
+        stop = max(text.rfind("\n", end, stop), end)
+    kept = sum(a >= start and b <= stop for a, b in offsets[first : last + 1])
+    return text[start:stop].strip("\n") if kept >= length / 2 else None
+
+
+arguments = partial(code_documents, "arguments", readings=1)
+variables = partial(code_documents, "variables", readings=1)
+attributes = partial(code_documents, "attributes", readings=1)
+arguments_twice = partial(code_documents, "arguments", readings=2)
+variables_twice = partial(code_documents, "variables", readings=2)
+attributes_twice = partial(code_documents, "attributes", readings=2)
+alone = partial(code_documents, *KINDS, readings=0)

@@ -1,0 +1,139 @@
+"""Recall on Python's sources: what is asked, and that the document is needed to answer."""
+
+import json
+import re
+import sysconfig
+import zlib
+
+import pytest
+from typer.testing import CliRunner
+
+from osdn.cli import app
+from osdn.evaluation import code_recall, harness
+from osdn.models.checkpoints import load_tokenizer
+from osdn.results.columns import BY_SUITE
+from osdn.training.data import VALIDATION_SHARE, SourceFiles, load_source
+
+COMMON = "shared_default = compute_everything(1)\n"  # of files that are trained on, too
+FILE = (
+    """# File {i}.
+threshold_{i} = make_limit({i}, 0.{i}5)
+"""
+    + COMMON
+    + """
+
+class Reader{i}:
+    def __init__(self, path{i}, encoding="u{i}"):
+        self.lines = open_somehow({i}, "zeta")
+        self.path = path{i}
+
+    def short(self):
+        pass
+
+    def transform_{i}(self, alpha_{i}, beta=None, *rest):
+        return alpha_{i}
+"""
+    + "".join(f"# A line of filler, number {n}, that says nothing.\n" for n in range(12))
+)
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A Python installation of two hundred files in two folders."""
+    roots = {"stdlib": tmp_path / "stdlib", "purelib": tmp_path / "site-packages"}
+    for i in range(200):
+        path = roots["stdlib" if i % 2 else "purelib"] / f"package{i}" / "module.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(FILE.replace("{i}", str(i)))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {k: str(v) for k, v in roots.items()})
+    return roots
+
+
+def held_out(i):
+    return zlib.crc32(f"package{i}/module.py".encode()) % VALIDATION_SHARE == 0
+
+
+@pytest.mark.usefixtures("sources")
+def test_files_are_split_by_their_path():
+    for source, members in (("stdlib", range(1, 200, 2)), ("installed", range(200))):
+        for split in ("train", "validation"):
+            expected = {
+                FILE.replace("{i}", str(i)) for i in members if held_out(i) == (split == "validation")
+            }
+            assert set(SourceFiles(source).texts(split)) == expected
+            assert set(load_source(source, split=split)["text"]) == expected
+    with pytest.raises(ValueError, match='installed has "train" and "validation"'):
+        list(SourceFiles("installed").texts("test"))
+
+
+def test_the_fingerprint_tells_what_was_found(sources):
+    before = SourceFiles("installed").fingerprint
+    assert SourceFiles("installed").fingerprint == before
+    (sources["purelib"] / "package0" / "module.py").write_text("x = 1\n")
+    assert SourceFiles("installed").fingerprint != before
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize("window", [200, 400, 1500])
+@pytest.mark.parametrize("kind", code_recall.KINDS)
+def test_an_answer_stands_in_its_document_once(osdn, kind, window):
+    tokenizer = load_tokenizer(osdn)
+    once, twice = (
+        code_recall.code_documents(kind, readings=n, tokenizer=tokenizer, window=window)["validation"]
+        for n in (1, 2)
+    )
+    assert len(once) == len(twice) == sum(map(held_out, range(200))) * (2 if kind == "arguments" else 1)
+    for row, again in zip(once, twice):
+        text, _, cue = row["prompt"].rpartition("\n\n")
+        assert text.count(row["value"]) == text.count(cue) == 1
+        assert text.find(cue) < text.find(row["value"]) <= text.find(cue) + len(cue) + 1
+        assert again == {"prompt": f"{text}\n\n{row['prompt']}", "value": row["value"]}
+        assert not cue.endswith(" ")  # which the tokens after it would begin with
+        assert (window - 50) / 2 <= len(tokenizer(text).input_ids) <= window - 50 or len(text) < window
+        number = re.search(r"_(\d+)|path(\d+)|Reader(\d+)|File (\d+)", text)
+        assert text in FILE.replace("{i}", next(filter(None, number.groups())))
+
+
+@pytest.mark.usefixtures("sources")
+def test_what_training_files_answer_is_not_asked(osdn):
+    rows = code_recall.code_documents(
+        *code_recall.KINDS, readings=0, tokenizer=load_tokenizer(osdn), window=800
+    )["validation"]
+    cues = {row["prompt"] for row in rows}
+    assert not any(cue.startswith("shared_default") for cue in cues)
+    assert not any(cue.startswith("self.path") for cue in cues)  # its answer begins with its name
+    assert not any("short" in cue for cue in cues)
+    train = "".join(SourceFiles("installed").texts("train"))
+    assert not any(row["value"] in train for row in rows if "open_somehow" not in row["value"])
+
+
+@pytest.mark.usefixtures("sources")
+def test_the_suite_is_evaluated_without_a_mirror(osdn, tmp_path):
+    arguments = [
+        "eval",
+        osdn,
+        "--suite",
+        "code_recall",
+        "--limit",
+        "2",
+        "--window",
+        "300",
+        "--output",
+        tmp_path,
+    ]
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    content = json.loads((tmp_path / "code_recall.json").read_text())
+    assert {column.key for column in BY_SUITE["code_recall"].columns} <= content["results"].keys()
+    task = content["tasks"]["code_arguments_twice"]
+    assert task["protocol"]["window"] == 300
+    assert task["data"]["source"] == "installed"
+    assert content["complete"]
+
+
+@pytest.mark.usefixtures("sources")
+def test_a_right_continuation_scores(osdn):
+    loaded = harness.load_task("code_variables", load_tokenizer(osdn), window=400)
+    document = loaded.eval_docs[0]
+    assert loaded.process_results(document, [f" {document['value']}"]) == {"contains": 1.0}
+    assert loaded.process_results(document, [" something else"]) == {"contains": 0.0}

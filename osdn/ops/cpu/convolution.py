@@ -13,10 +13,10 @@ from torch import Tensor
 
 from osdn.ops import checks, watched
 from osdn.ops.cpu import _host_boundaries, _refuse_double_backward, available
-from osdn.ops.cpu.binding import Kernel, bind, run
+from osdn.ops.cpu.binding import Kernel, bind, element, run
 
 SEGMENT = 1024  # tokens, as in convolution.h
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # `struct Convolution` in convolution.h: these pointers, then integers.
 POINTERS = (
@@ -25,7 +25,7 @@ POINTERS = (
 )
 INTEGERS = (
     *("x_batch", "x_token", "x_channel", "grad_batch", "grad_token", "grad_channel"),
-    *("N", "T", "D", "W", "S", "state_length", "half", "silu", "threads"),
+    *("N", "T", "D", "W", "S", "state_length", "element", "silu", "threads"),
 )
 LAYOUT = struct.Struct(f"{len(POINTERS) + len(INTEGERS)}q")
 
@@ -71,7 +71,7 @@ def short_convolution(
     if x.ndim != 3 or x.dtype not in DTYPES or x.device.type != "cpu":
         raise ValueError(
             f"x is {x.dtype}, {list(x.shape)}, on {x.device}; it must be [B, T, D] on a CPU, in float32, "
-            "bfloat16 or float64"
+            "bfloat16, float16 or float64"
         )
     B, _, D = x.shape
     if weight.ndim != 2 or len(weight) != D or weight.shape[1] < 1:
@@ -120,7 +120,7 @@ def _kernels(dtype: torch.dtype) -> dict[str, Kernel]:
 def _run(
     kernel: str, tensors: dict[str, Tensor | None], dtype: torch.dtype, integers: dict[str, int]
 ) -> None:
-    integers |= {"half": dtype == torch.bfloat16, "threads": torch.get_num_threads()}
+    integers |= {"element": element(dtype), "threads": torch.get_num_threads()}
     fields = [*(tensors.get(name) for name in POINTERS), *(integers.get(name) for name in INTEGERS)]
     run(_kernels(torch.float64 if dtype == torch.float64 else torch.float32)[kernel], LAYOUT, fields)
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from osdn.ops import watched
 from osdn.ops.cpu import _refuse_double_backward
-from osdn.ops.cpu.binding import Kernel, bind, run
+from osdn.ops.cpu.binding import Kernel, bind, element, run
 
 # `struct Rows` in normalize.h
 FIELDS = (
     *("x", "grad_out", "out", "grad_x", "x_batch", "x_token", "x_head"),
-    *("B", "T", "H", "K", "half", "unit", "threads", "eps"),
+    *("B", "T", "H", "K", "element", "unit", "threads", "eps"),
 )
 LAYOUT = struct.Struct(f"{len(FIELDS) - 1}qd")
 
@@ -44,8 +44,8 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _run(back: bool, x: Tensor, grad: Tensor | None, out: Tensor, unit: bool, eps: float) -> None:
     made = (None, out) if back else (out, None)
-    half, threads = x.dtype == torch.bfloat16, torch.get_num_threads()
-    fields = (x, grad, *made, *x.stride()[:3], *x.shape, half, unit, threads, eps)
+    threads = torch.get_num_threads()
+    fields = (x, grad, *made, *x.stride()[:3], *x.shape, element(x.dtype), unit, threads, eps)
     run(_kernels(_wide(x))[back], LAYOUT, fields)
 
 

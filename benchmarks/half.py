@@ -43,9 +43,12 @@ def whole(name: str, p: Problem, dtype: torch.dtype, decay: Any, online: bool) -
         operator = online_scaled_delta_rule if online else delta_rule
         return operator(*inputs, log_decay=decay, backend="cpu")[0]
 
+    def both() -> Any:
+        return torch.autograd.grad(run(*p.leaves), p.leaves, p.grad)
+
     return {
         (f"{name}, call, forward", dtype): lambda: run(*p.inputs),
-        (f"{name}, call, with backward", dtype): lambda: torch.autograd.grad(run(*p.leaves), p.leaves, p.grad),
+        (f"{name}, call, with backward", dtype): both,
     }
 
 

@@ -3,7 +3,7 @@
     python benchmarks/decoding.py              # the matrices of a 340M model, about a minute on two cores
     python benchmarks/decoding.py --rows 4
 
-Weights do not fit the caches: every call reads other ones, of as many layers as fill `--gigabytes`.  The table
+Weights do not fit the caches: every call reads other ones, as many as fill `--gigabytes`.  The table
 shows the best call of each kind, in ms, in gigabytes of weights per second, and as a ratio to F.linear in
 bfloat16; `torch.sum` over as many bytes in float32 shows what the memory gives.
 """

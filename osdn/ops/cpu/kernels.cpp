@@ -23,6 +23,7 @@
 
 #include "backward.h"
 #include "convolution.h"
+#include "decode_step.h"
 #include "forward.h"
 #include "normalize.h"
 #include "row_product.h"
@@ -149,6 +150,11 @@ int osdn_convolution_back(const Convolution* call) {
 }
 int osdn_convolution_step(const Convolution* call) {
     return over_channels(*call, call->N, 4 * call->N, [&](int64_t item) { convolve_step_item<REAL>(*call, item); });
+}
+int osdn_step(const Step* call) {
+    const int64_t work = 3 * call->N * call->HV * call->K * call->V;
+    return for_each(call->N * call->H, std::max<int64_t>(1, std::min(call->threads, work / GRAIN)),
+                    [&](int64_t item) { step_item<REAL>(*call, item); });
 }
 int osdn_row_product(const Product* call) { return row_product(*call); }
 int osdn_rows(const Rows* call) { return over_tokens(*call, false); }

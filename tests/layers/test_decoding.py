@@ -88,14 +88,17 @@ def test_steps_are_those_of_the_layer(variant, dtype, monkeypatch):
 
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_in_16_bits_they_are_at_least_as_exact_as_those_of_the_layer(variant, dtype, monkeypatch):
+def test_in_16_bits_they_are_rounded_where_the_layer_rounds(variant, dtype, monkeypatch):
     mixer, x = make(variant, dtype)
     got, layer = (decode(mixer, x, fused, monkeypatch) for fused in (True, False))
     exact = decode(copy.deepcopy(mixer).double(), x.double(), False, monkeypatch)
     for name in exact:
         assert got[name].dtype == layer[name].dtype
         own, theirs = (relative_error(r[name], exact[name]) for r in (got, layer))
-        assert own < 1.1 * theirs + torch.finfo(dtype).eps, name
+        assert own < 1.1 * theirs + 1e-6, name
+        assert relative_error(got[name], layer[name]) < torch.finfo(dtype).eps / 2, (
+            name
+        )  # few roundings differ
 
 
 def test_threads_share_the_heads(monkeypatch):
@@ -182,7 +185,8 @@ def inputs(**changes):
         ({"q": torch.zeros(2, 12)}, "do not fit"),
         ({"scale": torch.zeros(2, 2, 3)}, "scale has shape"),
         ({"state": torch.zeros(2, 2, 4, 5).bfloat16()}, "state has dtype"),
-        ({"beta": torch.zeros(2, 2).bfloat16()}, "must share one dtype"),
+        ({"beta": torch.zeros(2, 2).bfloat16()}, "beta has dtype"),
+        ({"k": torch.zeros(2, 8, dtype=torch.int32)}, "k has dtype"),
         ({"decay": torch.zeros(2, 2)}, "come together"),
         ({"gate": torch.zeros(2, 10)}, "activation is None"),
         (

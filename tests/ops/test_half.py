@@ -67,7 +67,9 @@ def test_the_error_is_that_of_rounding_the_results(operator, dtype, decay):
 def test_every_number_of_16_bits_is_read_and_written_as_torch_does(dtype):
     """A write key is a scale times a key: with one channel per number, in sequences of their own."""
     k = torch.arange(2**16).to(torch.int32).sub(2**15).to(torch.int16).view(dtype).view(256, 1, 1, 256)
-    for scale in (torch.ones(256, 1, 256), torch.randn(256, 1, 256).mul(8).exp()):
+    ones = torch.ones(256, 1, 256)
+    ties = ones + torch.finfo(dtype).eps / 2  # products that lie in the middle of two numbers
+    for scale in (ones, ties, torch.randn(256, 1, 256).mul(8).exp()):
         w, _ = precondition_keys(k, torch.zeros(256, 1, 1), initial_scale=scale, backend="cpu")
         want = (scale[:, None] * k.float()).to(dtype)
         assert torch.equal(w.isnan(), want.isnan())

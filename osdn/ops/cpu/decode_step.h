@@ -1,7 +1,7 @@
 // One token of a mixer between its projections, as in decoding: short convolutions, SiLU, unit length, gates, the
-// recurrence of both phases, output norm and output gate.  All of it is in float32 at least; inputs and outputs may
-// have 16 bits.  A key head and its value heads are computed by one thread.  States and tails may be moved on in
-// place: every element is read before it is written.
+// recurrence of both phases, output norm and output gate.  Inputs and outputs may have 16 bits; arithmetic is in float32
+// at least, and what the layer's own calls would store in 16 bits between them is rounded here, too, so that a token
+// comes out as it does in a longer piece.  A key head and its value heads are computed by one thread.
 
 #pragma once
 
@@ -83,13 +83,13 @@ struct StepHead {
             std::memmove(after + lag * channels, lag + 1 < past ? before + (lag + 1) * channels : input,
                          count * sizeof(E));
         for (int i = count; i < padded; i++) y[i] = 0;
-        for (int i = 0; i < padded; i += W<R>) store(y + i, load(y + i) * sigmoid<R>(load(y + i)));
+        for (int i = 0; i < padded; i += W<R>) store(y + i, rounded<E>(load(y + i) * sigmoid<R>(load(y + i))));
     }
     void to_unit_length(R* x) const {
         Vec<R> sum = {};
         for (int i = 0; i < Kp; i += W<R>) sum += load(x + i) * load(x + i);
         const R factor = R(1) / std::sqrt(total<R>(sum) + R(1e-6));
-        for (int i = 0; i < Kp; i += W<R>) store(x + i, load(x + i) * factor);
+        for (int i = 0; i < Kp; i += W<R>) store(x + i, rounded<E>(load(x + i) * factor));
     }
     // The keys and queries of a head.
     void load_keys(int64_t h) {
@@ -158,7 +158,8 @@ struct StepHead {
         const int64_t first = (n * call.HV + hv) * V;
         Vec<R> sum = {};
         for (int i = 0; i < V; i += W<R>) {
-            const Vec<R> x = load_part<R>(o + i, V - i);
+            const Vec<R> x = rounded<E>(load_part<R>(o + i, V - i));
+            store_part<R, R>(o + i, V - i, x);
             sum += x * x;
         }
         const R factor = R(1) / std::sqrt(total<R>(sum) / R(V) + R(call.norm_eps));
@@ -169,7 +170,7 @@ struct StepHead {
             Vec<R> y = load(o + i) * factor * weight[0];
             if (call.gate_kind) {
                 const Vec<R> gate = load_part<R>(at(call.gate, first + i), count), open = sigmoid<R>(gate);
-                y *= call.gate_kind == SILU ? gate * open : open;
+                y = rounded<E>(y) * rounded<E>(call.gate_kind == SILU ? gate * open : open);
             }
             store_part<R, E>(static_cast<E*>(call.out) + first + i, count, y);
         }

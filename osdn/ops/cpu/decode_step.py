@@ -119,37 +119,46 @@ def _check(x: StepInputs, settings: StepSettings) -> None:
             f"q {list(x.q.shape)}, q_taps {list(x.q_taps.shape)} and state {list(x.state.shape)} must be "
             "[N, H * K], [H * K, W] and [N, HV, K, V]"
         )
-    N, HV, K, V = x.state.shape
-    H, W = x.q.shape[1] // max(K, 1), x.q_taps.shape[1]
-    if min(H, W, V) < 1 or HV % H:
-        raise ValueError(f"q {list(x.q.shape)} and state {list(x.state.shape)} do not fit")
+    HV = x.state.shape[1]
+    per_channel = [y is not None and y.shape[-1] != HV for y in (x.decay, x.retention)]
+    expected = _shapes(x.q.shape[1], x.q_taps.shape[1], *x.state.shape, *per_channel)
+    dtype = x.q.dtype
+    states, steps = wide(dtype), dtype if x.A_log is None else x.A_log.dtype
+    dtypes = (*[dtype] * 10, x.norm.dtype, states, states, dtype, dtype, steps, steps, dtype)
+    for name, y, shape, wanted in zip(INPUTS, x, expected, dtypes):
+        if y is not None and (y.shape != shape or y.dtype != wanted or y.device.type != "cpu"):
+            checks.tensor(name, y, shape, "as q, q_taps and state have it", torch.device("cpu"))
+            raise ValueError(f"{name} has dtype {y.dtype}; with q in {dtype} it must be {wanted}")
+    if dtype not in checks.FLOATS or x.norm.dtype not in checks.FLOATS or steps not in checks.FLOATS:
+        raise ValueError(f"q, norm and A_log are {dtype}, {x.norm.dtype} and {steps}; they must be floats")
     if settings.activation not in GATES or (x.gate is None) != (settings.activation is None):
         raise ValueError(f'activation is {settings.activation!r}; a gate needs "silu" or "sigmoid"')
     if (x.decay is None) != (x.A_log is None) or (x.decay is None) != (x.dt_bias is None):
         raise ValueError("decay, A_log and dt_bias come together or not at all")
     if settings.tied and x.decay is None:
         raise ValueError("tied is True, but there is no decay to be tied to")
-    keys, values = {"": (N, H * K), "_taps": (H * K, W), "_tail": (N, W - 1, H * K)}, (N, HV * V)
-    shapes: dict[str, tuple[int, ...]] = {f"{y}{name}": shape for y in "qk" for name, shape in keys.items()}
-    shapes |= {"v": values, "v_taps": (HV * V, W), "v_tail": (N, W - 1, HV * V), "beta": (N, HV)}
-    shapes |= {"norm": (V,), "gate": values, "A_log": (HV,), "scale": (N, HV, K), "state": (N, HV, K, V)}
-    for name, given in (("decay", x.decay), ("retention", x.retention)):
-        shapes[name] = (N, HV * K if given is not None and given.shape[-1] != HV else HV)
-    shapes["dt_bias"] = shapes["decay"][1:]
-    for name, given in zip(INPUTS, x):
-        if given is not None:
-            checks.tensor(name, given, shapes[name], "as the others say", x.q.device)
-    one = {name: given for name, given in zip(INPUTS, x) if name in _OF_ONE_DTYPE and given is not None}
-    checks.same_dtype(**one)
-    for name, dtype in (("state", wide(x.q.dtype)), ("scale", wide(x.q.dtype))):
-        given = getattr(x, name)
-        if given is not None and given.dtype != dtype:
-            raise ValueError(f"{name} has dtype {given.dtype}; with q in {x.q.dtype} it must be {dtype}")
-    if x.A_log is not None and x.dt_bias is not None:
-        checks.same_dtype(A_log=x.A_log, dt_bias=x.dt_bias)
 
 
-_OF_ONE_DTYPE = {*INPUTS} - {"A_log", "dt_bias", "norm", "state", "scale"}
+def _shapes(
+    keys: int, W: int, N: int, HV: int, K: int, V: int, channel_decay: bool, channel_retention: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Of the fields of `StepInputs`."""
+    H = keys // max(K, 1)
+    if min(H, W, V) < 1 or HV < 1 or HV % H or keys != H * K:
+        raise ValueError(f"q [{N}, {keys}] and state {[N, HV, K, V]} do not fit")
+    values, decays, retentions = (
+        HV * V,
+        HV * (K if channel_decay else 1),
+        HV * (K if channel_retention else 1),
+    )
+    widths = (keys, keys, values)
+    return (
+        *((N, width) for width in widths),
+        *((width, W) for width in widths),
+        *((N, W - 1, width) for width in widths),
+        *((N, HV), (V,), (N, HV, K, V), (N, HV, K)),
+        *((N, decays), (N, retentions), (HV,), (decays,), (N, values)),
+    )
 
 
 @cache

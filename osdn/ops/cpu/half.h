@@ -96,6 +96,14 @@ INLINE void store_narrow(E* p, V x) {
     else
         store(p, x);
 }
+// What is left of x once it has been stored as E.
+template <class E, class V>
+INLINE V rounded(V x) {
+    if constexpr (HALF<E>)
+        return widen_bits(E{}, narrow_bits(E{}, x));
+    else
+        return x;
+}
 // The first n of a vector's elements; the rest read as zero and are not written.
 template <class R, class E>
 INLINE Vec<R> load_part(const E* p, int n) {

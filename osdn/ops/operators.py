@@ -35,7 +35,7 @@ def available_backends(device: str | torch.device = "cpu") -> list[str]:
     """
     kind = torch.device(device).type
     found = ["chunkwise", "reference"]
-    if kind == "cpu" and _compiled():
+    if kind == "cpu" and cpu.compiled():
         found.insert(0, "cpu")
     if kind == "cuda" and _launchable(kind):
         found.insert(0, "triton")
@@ -394,11 +394,6 @@ def check_backend(backend: Any) -> None:
         raise ValueError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(BACKENDS)}')
 
 
-@torch.compiler.assume_constant_result  # it runs a compiler, which must not be traced
-def _compiled(dtype: torch.dtype = torch.float32) -> bool:
-    return cpu.available(dtype)
-
-
 @torch.compiler.assume_constant_result
 def _launchable(kind: str) -> bool:
     return triton.available(kind)
@@ -408,7 +403,7 @@ def _select(backend: str, k: Tensor) -> ModuleType:
     device, transformed = k.device, watched.by_transforms()
     if backend == "auto":
         backend = "chunkwise"
-        if device.type == "cpu" and not transformed and _compiled(_compute_dtype(k)):
+        if device.type == "cpu" and not transformed and cpu.compiled(_compute_dtype(k)):
             backend = "cpu"
         elif (
             device.type == "cuda"
@@ -426,7 +421,7 @@ def _select(backend: str, k: Tensor) -> ModuleType:
     if backend == "cpu":
         if device.type != "cpu":
             raise ValueError(f'backend="cpu" needs tensors on the CPU; they are on {device}')
-        if not _compiled(_compute_dtype(k)):
+        if not cpu.compiled(_compute_dtype(k)):
             backend = "chunkwise"  # the reason was given when the compilation was tried
     if backend == "triton" and not _launchable(device.type):
         raise ValueError(

@@ -54,6 +54,12 @@ def available(dtype: torch.dtype = torch.float32) -> bool:
     return True
 
 
+@torch.compiler.assume_constant_result  # it may run a compiler, which must not be traced
+def compiled(dtype: torch.dtype = torch.float32) -> bool:
+    """The same, where `torch.compile` may be looking."""
+    return available(dtype)
+
+
 @cache
 def _kernels(dtype: torch.dtype) -> dict[str, Callable[[bytes], int]]:
     compiled = library("double" if dtype == torch.float64 else "float")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from osdn.ops import checks, watched
-from osdn.ops.cpu import available
+from osdn.ops.cpu import compiled
 from osdn.ops.cpu.binding import Kernel, bind, element, run, wide
 
 # `struct Step` in decode_step.h: these pointers, then integers, then numbers.
@@ -95,13 +95,8 @@ def usable(x: Tensor) -> bool:
         and x.dtype in checks.FLOATS
         and not torch.is_grad_enabled()
         and not watched.by_transforms()
-        and _compiled(wide(x.dtype))
+        and compiled(wide(x.dtype))
     )
-
-
-@torch.compiler.assume_constant_result  # it runs a compiler, which must not be traced
-def _compiled(dtype: torch.dtype) -> bool:
-    return available(dtype)
 
 
 def decode_step(inputs: StepInputs, settings: StepSettings) -> StepOutputs:

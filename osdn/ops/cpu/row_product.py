@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osdn.ops import checks, watched
-from osdn.ops.cpu import available
+from osdn.ops.cpu import compiled
 from osdn.ops.cpu.binding import Kernel, bind, element, run, wide
 
 MOST_ROWS = 8  # beyond, a matrix product has more to do than to read
@@ -31,13 +31,8 @@ def usable(x: Tensor, weight: Tensor) -> bool:
         and weight.is_contiguous()
         and not watched.by_autograd((x, weight))
         and not watched.by_transforms()
-        and _compiled(wide(x.dtype))
+        and compiled(wide(x.dtype))
     )
-
-
-@torch.compiler.assume_constant_result  # it runs a compiler, which must not be traced
-def _compiled(dtype: torch.dtype) -> bool:
-    return available(dtype)
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from osdn.layers import decoding
 from osdn.layers.convolution import ShortConvolution
 from osdn.layers.precision import RMSNorm, l2_normalize, widen
 from osdn.layers.preconditioner import (
@@ -117,6 +118,7 @@ class TokenMixer(nn.Module):
     """
 
     has_decay = False
+    fuses = False  # whether `step_gates` says all that `log_decay` and `read_out` do
     rates: tuple[float, float] = (0, 16)  # a decay's exp(A_log) starts as a uniform draw from this range
     preconditioner: Preconditioner | None
 
@@ -189,6 +191,8 @@ class TokenMixer(nn.Module):
         """
         if output_final_state is None:
             output_final_state = state is not None
+        if state is not None and output_final_state and decoding.fused(self, x, cu_seqlens):
+            return decoding.step(self, x, state)
         inputs, tails = self.operator_inputs(x, state, cu_seqlens, output_final_state)
         o, recurrent, scale = self.recurrence(inputs, output_final_state)
         y = self.o_proj(self.read_out(o, x).flatten(-2))
@@ -260,6 +264,10 @@ class TokenMixer(nn.Module):
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:  # [B, T, HV, V], [B, T, D]
         return self.o_norm(o)
 
+    def step_gates(self, x: Tensor) -> tuple[dict[str, Tensor], str | None]:
+        """Decay and output gate of a decoding step, as `StepInputs` has them, and the gate's activation."""
+        return {}, None
+
 
 class DeltaNet(TokenMixer):
     """DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2406.06484); with a preconditioner, OSDN.
@@ -268,6 +276,8 @@ class DeltaNet(TokenMixer):
     >>> y.shape
     torch.Size([1, 5, 64])
     """
+
+    fuses = True
 
 
 class DecayingMixer(TokenMixer):
@@ -289,6 +299,10 @@ class DecayingMixer(TokenMixer):
         """Fresh values of `A_log` and `dt_bias`."""
         return first_decay(self.A_log.shape, self.dt_bias.shape, self.rates)
 
+    def _step_gates(self, decay: Tensor, gate: Tensor) -> dict[str, Tensor]:
+        parameters = {"A_log": self.A_log.detach(), "dt_bias": self.dt_bias.detach()}
+        return {"decay": decay, "gate": gate, **parameters}
+
     def _decay(self, f: Tensor) -> Tensor:  # [B, T, HV * n] -> [B, T, HV, n]
         steps = F.softplus(widen(f) + self.dt_bias)
         return -widen(self.A_log).exp()[:, None] * steps.unflatten(-1, (self.num_v_heads, -1))
@@ -299,6 +313,8 @@ class GatedDeltaNet(DecayingMixer):
 
     Its state decays by a number a token and head, and its output is gated.
     """
+
+    fuses = True
 
     def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(hidden_size, *args, **kwargs)
@@ -312,6 +328,9 @@ class GatedDeltaNet(DecayingMixer):
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_norm(o) * F.silu(self.g_proj(x)).unflatten(-1, o.shape[2:])
 
+    def step_gates(self, x: Tensor) -> tuple[dict[str, Tensor], str | None]:
+        return self._step_gates(self.a_proj(x), self.g_proj(x)), "silu"
+
 
 class KimiDeltaAttention(DecayingMixer):
     """Kimi Delta Attention (Kimi Team 2025, https://arxiv.org/abs/2510.26692); with a preconditioner, OSKDA.
@@ -320,6 +339,7 @@ class KimiDeltaAttention(DecayingMixer):
     """
 
     rates = (1, 16)
+    fuses = True
 
     def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(hidden_size, *args, **kwargs)
@@ -339,3 +359,6 @@ class KimiDeltaAttention(DecayingMixer):
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_norm(o) * self.g_proj(x).sigmoid().unflatten(-1, o.shape[2:])
+
+    def step_gates(self, x: Tensor) -> tuple[dict[str, Tensor], str | None]:
+        return self._step_gates(self.f_proj(x), self.g_proj(x)), "sigmoid"

@@ -1,8 +1,8 @@
 """The public operators: arguments are checked and normalised here, then handed to a backend.
 
 A backend is a module with `precondition_keys` (phase 1, by any rule) and `delta_rule` (phase 2), and
-`preconditioned_delta_rule` where it has one fused pass, over tensors of one floating dtype; `triton` takes
-queries, keys and values of 16 bits too.
+`preconditioned_delta_rule` where it has one fused pass, over tensors of one floating dtype; `cpu` and
+`triton` take queries, keys and values of 16 bits too.
 """
 
 import inspect
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from osdn.ops import checks, chunkwise, cpu, reference, triton, watched
 from osdn.ops.checks import Phase1, Rule
+from osdn.ops.cpu.binding import HALVES
 
 BACKENDS: dict[str, ModuleType] = {
     "reference": reference,
@@ -34,7 +35,7 @@ def available_backends(device: str | torch.device = "cpu") -> list[str]:
     """
     kind = torch.device(device).type
     found = ["chunkwise", "reference"]
-    if kind == "cpu" and _compiled():
+    if kind == "cpu" and cpu.compiled():
         found.insert(0, "cpu")
     if kind == "cuda" and _launchable(kind):
         found.insert(0, "triton")
@@ -192,13 +193,11 @@ def delta_rule(
     if write_keys is not None:
         checks.tensor("write_keys", write_keys, (B, T, HV, K), "[B, T, HV, K]", k.device)
     module = _select(backend, k)
-    dtype, operand = _compute_dtype(k), _operand_dtype(module, k)
+    dtype = _compute_dtype(k)
     o, final_state = module.delta_rule(
-        _cast(q, operand),
-        _cast(k, operand),
-        _cast(v, operand),
+        *(_operand(x, module, k) for x in (q, k, v)),
         _cast(beta, dtype),
-        None if write_keys is None else _cast(write_keys, operand),
+        None if write_keys is None else _operand(write_keys, module, k),
         _log_decay(log_decay, (B, T, HV, K), k.device, dtype),
         None if initial_state is None else _cast(initial_state, dtype),
         _output_scale(scale, K),
@@ -321,7 +320,7 @@ def _write_keys(
     N = checks.sequence_count(cu_seqlens, B)
     phase1 = _phase1(rule, k, gate, retention, initial, center, (B, T, HV, K), N)
     module = _select(backend, k)
-    w, final = module.precondition_keys(_cast(k, _operand_dtype(module, k)), phase1, cu_seqlens)
+    w, final = module.precondition_keys(_operand(k, module, k), phase1, cu_seqlens)
     return _cast(w, k.dtype), final
 
 
@@ -346,13 +345,14 @@ def _both_phases(
     B, T, HV, K, N = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
     checks.flag("output_final_state", output_final_state)
     module = _select(backend, k)
-    dtype, operand = _compute_dtype(k), _operand_dtype(module, k)
+    dtype = _compute_dtype(k)
     phase1 = _phase1(rule, k, gate, retention, initial, center, (B, T, HV, K), N)
     log_decay = _log_decay(log_decay, (B, T, HV, K), k.device, dtype)
     initial_state = None if initial_state is None else _cast(initial_state, dtype)
     factor = _output_scale(scale, K)
     out_dtype = v.dtype
-    q, k, v, beta = _cast(q, operand), _cast(k, operand), _cast(v, operand), _cast(beta, dtype)
+    q, k, v = (_operand(x, module, k) for x in (q, k, v))
+    beta = _cast(beta, dtype)
     if hasattr(module, "preconditioned_delta_rule"):
         o, final_state, final = module.preconditioned_delta_rule(
             q, k, v, beta, phase1, log_decay, initial_state, factor, cu_seqlens
@@ -394,11 +394,6 @@ def check_backend(backend: Any) -> None:
         raise ValueError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(BACKENDS)}')
 
 
-@torch.compiler.assume_constant_result  # it runs a compiler, which must not be traced
-def _compiled(dtype: torch.dtype = torch.float32) -> bool:
-    return cpu.available(dtype)
-
-
 @torch.compiler.assume_constant_result
 def _launchable(kind: str) -> bool:
     return triton.available(kind)
@@ -408,7 +403,7 @@ def _select(backend: str, k: Tensor) -> ModuleType:
     device, transformed = k.device, watched.by_transforms()
     if backend == "auto":
         backend = "chunkwise"
-        if device.type == "cpu" and not transformed and _compiled(_compute_dtype(k)):
+        if device.type == "cpu" and not transformed and cpu.compiled(_compute_dtype(k)):
             backend = "cpu"
         elif (
             device.type == "cuda"
@@ -426,7 +421,7 @@ def _select(backend: str, k: Tensor) -> ModuleType:
     if backend == "cpu":
         if device.type != "cpu":
             raise ValueError(f'backend="cpu" needs tensors on the CPU; they are on {device}')
-        if not _compiled(_compute_dtype(k)):
+        if not cpu.compiled(_compute_dtype(k)):
             backend = "chunkwise"  # the reason was given when the compilation was tried
     if backend == "triton" and not _launchable(device.type):
         raise ValueError(
@@ -443,9 +438,13 @@ def _compute_dtype(k: Tensor) -> torch.dtype:
     return torch.float64 if k.dtype == torch.float64 else torch.float32
 
 
-def _operand_dtype(module: ModuleType, k: Tensor) -> torch.dtype:
-    """Of queries, keys and values: matrix units take 16 bits as they come and sum in float32."""
-    return k.dtype if module is triton else _compute_dtype(k)
+def _operand(x: Tensor, module: ModuleType, k: Tensor) -> Tensor:
+    """Queries, keys and values: compiled kernels take 16 bits as they come and sum in float32."""
+    if module is triton:
+        return _cast(x, k.dtype)
+    if module is cpu and x.dtype in HALVES and k.dtype != torch.float64:
+        return x
+    return _cast(x, _compute_dtype(k))
 
 
 def _output_scale(scale: Any, K: int) -> float:

@@ -10,7 +10,7 @@ import math
 import re
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from osdn.ops import checks, watched
 from osdn.ops.checks import Newton, Phase1, Squash
+from osdn.ops.cpu.binding import element, wide
 from osdn.ops.cpu.build import BuildError, library
 
 SPAN = 64  # tokens between two checkpoints, as in kernels.cpp
@@ -36,6 +37,7 @@ POINTERS = (
 INTEGERS = (
     *("N", "T", "H", "HV", "K", "V"),
     *("decay_kind", "retention_kind", "rule", "block", "beta_aware", "threads"),
+    *("element", "write_element", "grad_element"),
 )
 NUMBERS = ("eta", "low", "high", "eps", "prior", "log_squash", "constant_retention", "scale")
 CALL = struct.Struct(f"{len(POINTERS) + len(INTEGERS)}q{len(NUMBERS)}d")
@@ -50,6 +52,12 @@ def available(dtype: torch.dtype = torch.float32) -> bool:
         warnings.warn(f"osdn's CPU kernels are not available, using 'chunkwise': {error}", stacklevel=3)
         return False
     return True
+
+
+@torch.compiler.assume_constant_result  # it may run a compiler, which must not be traced
+def compiled(dtype: torch.dtype = torch.float32) -> bool:
+    """The same, where `torch.compile` may be looking."""
+    return available(dtype)
 
 
 @cache
@@ -111,7 +119,10 @@ def _run(
     HV: int,
     numbers: list[float],
 ) -> None:
-    """Packs a call and runs it: tensors on the CPU, of one dtype, their shapes and boundaries checked."""
+    """Packs a call and runs it: tensors on the CPU, their shapes and boundaries checked.
+
+    Queries, keys, values, write keys, outputs and their gradients may have 16 bits; all else is `wide`.
+    """
     given = {name: x.resolve_neg().contiguous() for name, x in tensors.items() if x is not None}
     k, v = given["k"], given.get("v")
     _, T, H, K = k.shape
@@ -120,8 +131,9 @@ def _run(
     rule, block, beta_aware, *reals = numbers
     integers = (int(rule), int(block), int(beta_aware), torch.get_num_threads())
     pointers = [given[name].data_ptr() if name in given else 0 for name in POINTERS]
-    call = CALL.pack(*pointers, N, T, H, HV, K, V, *kinds, *integers, *reals)
-    if _kernels(k.dtype)[kernel](call):
+    elements = [element(given.get(name, k).dtype) for name in ("k", "write_keys", "grad_k")]
+    call = CALL.pack(*pointers, N, T, H, HV, K, V, *kinds, *integers, *elements, *reals)
+    if _kernels(wide(k.dtype))[kernel](call):
         raise MemoryError("out of memory in osdn's CPU kernels")
 
 
@@ -140,10 +152,16 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
     raise RuntimeError('backend="cpu" has no second derivatives; use backend="chunkwise" for them')
 
 
-def _sum_groups(grad: Tensor, H: int) -> Tensor:
+def _per_value_head(k: Tensor, HV: int) -> Tensor:
+    """Room for the gradient of queries or keys `[B, T, HV, K]`; what is still to be added is not rounded."""
+    B, T, H, K = k.shape
+    return k.new_empty(B, T, HV, K, dtype=k.dtype if HV == H else wide(k.dtype))
+
+
+def _sum_groups(grad: Tensor, k: Tensor) -> Tensor:
     """Value heads [B, T, HV, K] that share a key head add their gradients: [B, T, H, K]."""
-    B, T, HV, K = grad.shape
-    return grad if HV == H else grad.view(B, T, H, HV // H, K).sum(3)
+    HV, H = grad.shape[2], k.shape[2]
+    return grad if HV == H else grad.unflatten(2, (H, HV // H)).sum(3).to(k.dtype)
 
 
 # ------------------------------------------------------------------------------------- phase 2, or both
@@ -179,10 +197,10 @@ def _forward_outputs(
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     spans, width = B * T // SPAN, Numbers(*numbers).width(K)
-    shapes = [(B, T, HV, V), (N, HV, K, V), (N, HV, width)]
+    shapes = [(N, HV, K, V), (N, HV, width)]
     if save:
         shapes += [(B, T, HV, V), (spans, HV, K, V), (spans, HV, width)]
-    return [v.new_empty(shape) for shape in shapes]
+    return [v.new_empty(v.shape), *(v.new_empty(shape, dtype=wide(v.dtype)) for shape in shapes)]
 
 
 _delta_rule = torch.library.custom_op("osdn::cpu_delta_rule", _forward, mutates_args=(), device_types="cpu")
@@ -222,17 +240,19 @@ def _delta_rule_backward(
     cuts = _host_boundaries(cu_seqlens, k.shape[1])
     inputs = (q, k, v, beta, *optional, center, cuts)
     saved = (errors, state_checkpoints, scale_checkpoints)
-    incoming = (grad_out, grad_final_state, grad_final_scale)
+    incoming = (grad_out.to(v.dtype), grad_final_state, grad_final_scale)
     tensors = dict(zip(POINTERS, (*inputs, None, None, None, *saved, *incoming, *grads)))
     _run("backward", tensors, N, v.shape[2], numbers)
     return grads
 
 
 def _gradients(k: Tensor, v: Tensor, beta: Tensor, *optional: Tensor | None) -> list[Tensor]:
-    B, T, _, K = k.shape
-    per_head = (B, T, v.shape[2], K)
-    required = [k.new_empty(per_head), k.new_empty(per_head), k.new_empty(v.shape), k.new_empty(beta.shape)]
-    return required + [k.new_empty(0 if x is None else x.shape) for x in optional]
+    keys = [_per_value_head(k, v.shape[2]) for _ in range(2)]
+    return [*keys, v.new_empty(v.shape), beta.new_empty(beta.shape), *_like(beta, optional)]
+
+
+def _like(beta: Tensor, optional: Iterable[Tensor | None]) -> list[Tensor]:
+    return [beta.new_empty(0) if x is None else x.new_empty(x.shape) for x in optional]
 
 
 def _per_sequence(center: Tensor | None, N: int) -> Tensor | None:
@@ -276,8 +296,8 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
     saved = (q, k, v, *others)
     made = _delta_rule_backward(*saved, grad_out, grad_final_state, grad_final_scale, ctx.numbers)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
-    result[0] = None if unread else _sum_groups(made[0], k.shape[2])
-    result[1] = _sum_groups(made[1], k.shape[2])
+    result[0] = None if unread else _sum_groups(made[0], k)
+    result[1] = _sum_groups(made[1], k)
     if result[10] is not None:
         result[10] = result[10].sum(0)
     return (*result, None, None, None)
@@ -296,7 +316,7 @@ def _scale_backward(ctx: Any, grad_final_scale: Tensor | None) -> tuple[Tensor |
     _, gate, grad_retention, grad_initial = (None if x is None else g for g, x in zip(made, inputs))
     grad_beta, grad_gain = (gate, None) if gain is None else (None, gate)
     phase1 = (grad_retention, grad_initial, None, grad_gain, None)  # the center is in the write keys alone
-    return (None, _sum_groups(made[0], k.shape[2]), None, grad_beta, None, None, *phase1, None, None, None)
+    return (None, _sum_groups(made[0], k), None, grad_beta, None, None, *phase1, None, None, None)
 
 
 _delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
@@ -412,7 +432,8 @@ def _precondition_outputs(
     HV, width = gate.shape[2], Numbers(*numbers).width(K)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     spans = B * T // SPAN if save else 0
-    return [k.new_empty(B, T, HV, K), k.new_empty(N, HV, width), k.new_empty(spans, HV, width)]
+    states = [k.new_empty(n, HV, width, dtype=wide(k.dtype)) for n in (N, spans)]
+    return [k.new_empty(B, T, HV, K), *states]
 
 
 _precondition_keys = torch.library.custom_op(
@@ -446,7 +467,7 @@ def _precondition_keys_backward(
         **_precondition_inputs(k, gate, retention, initial_scale, center, cu_seqlens),
         **{name: grad for name, grad in zip(names, grads) if grad.numel()},
         "scale_checkpoints": checkpoints,
-        "grad_out": grad_write_keys,
+        "grad_out": None if grad_write_keys is None else grad_write_keys.to(k.dtype),
         "grad_final_scale": grad_final_scale,
     }
     _run("precondition_back", tensors, N, gate.shape[2], numbers)
@@ -454,9 +475,7 @@ def _precondition_keys_backward(
 
 
 def _precondition_gradients(k: Tensor, gate: Tensor, *optional: Tensor | None) -> list[Tensor]:
-    B, T, _, K = k.shape
-    required = [k.new_empty(B, T, gate.shape[2], K), k.new_empty(gate.shape)]
-    return required + [k.new_empty(0 if x is None else x.shape) for x in optional]
+    return [_per_value_head(k, gate.shape[2]), gate.new_empty(gate.shape), *_like(gate, optional)]
 
 
 @_precondition_keys_backward.register_fake
@@ -481,7 +500,7 @@ def _precondition_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor
     grad_final_scale = _symmetric(grad_final_scale, int(ctx.numbers[1]))
     made = _precondition_keys_backward(*saved, grad_w, grad_final_scale, ctx.numbers)
     result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
-    result[0] = _sum_groups(made[0], saved[0].shape[2])
+    result[0] = _sum_groups(made[0], saved[0])
     if result[4] is not None:  # the center is in the write keys alone
         result[4] = None if grad_w is None else result[4].sum(0)
     return (*result, None, None, None)

@@ -69,11 +69,14 @@ struct BackwardSpan {
         for (int c = 0; c < round_up(count, C); c++)
             each_block<R>(0, head.V, [&](auto nv, int v0, int columns) {
                 R* to = rows(c / C, v0, nv) + (C + c % C) * nv * W<R>;
-                for (const void* x : {call.grad_out, static_cast<const void*>(call.errors)}) {
-                    Vec<R> row[nv] = {};
-                    if (c < count) load_some<R, nv>(head.per_value(x, t + c) + v0, columns, row);
-                    for (int m = 0; m < nv; m++) store(to + m * W<R>, row[m]);
-                    to += C * nv * W<R>;
+                Vec<R> grad[nv] = {}, error[nv] = {};
+                if (c < count) {
+                    load_some<R, nv>(head.grad_output(t + c, head.V) + v0, columns, grad);
+                    load_some<R, nv>(head.per_value(call.errors, t + c) + v0, columns, error);
+                }
+                for (int m = 0; m < nv; m++) {
+                    store(to + m * W<R>, grad[m]);
+                    store(to + (C * nv + m) * W<R>, error[m]);
                 }
             });
     }
@@ -83,7 +86,7 @@ struct BackwardSpan {
                 Vec<R> row[nv];
                 for (int m = 0; m < nv; m++)
                     row[m] = load(rows(c / C, v0, nv) + ((2 * C + c % C) * nv + m) * W<R>);
-                stream_some<R, nv>(head.per_value(head.call.grad_v, t + c) + v0, columns, row);
+                stream_some<R, nv>(head.gradient(head.call.grad_v, head.call.element, t + c, head.V) + v0, columns, row);
             });
     }
     template <int NV>
@@ -100,7 +103,7 @@ struct BackwardSpan {
         for (int c = (v0 * C + head.V - 1) / head.V; c < C && c * head.V < (v0 + width) * C; c++) {
             prefetch_token(head, token + c);
             prefetch(head.per_value(call.errors, token + c), head.V);
-            prefetch(head.per_value(call.grad_out, token + c), head.V);
+            prefetch(head.grad_output(token + c, head.V), head.V);
         }
         const R* state = start(t - SPAN);
         if (state)
@@ -231,7 +234,7 @@ struct BackwardSpan {
                 }
                 store(grad_keys + at + c * Kp, to_k + gamma * g_k[c]);
                 const Vec<R> out[1] = {(to_q + gamma * g_q[c] + w[c] * dQ[c * C + c]) * R(call.scale)};
-                stream_some<R, 1>(head.per_key(call.grad_q, token + c) + b, width, out);
+                stream_some<R, 1>(head.gradient(call.grad_q, call.grad_element, token + c, head.K) + b, width, out);
             }
             gamma = splat<R>(1);  // from here on Γ_C / Γ_c
             for (int c = n - 1; c >= 0; c--) {
@@ -335,10 +338,10 @@ void backward_head(const Head<R>& head) {
                 phase1.step_back(span.feedbacks[c], span.kept + c * phase1.kept_size(), span.key(c), span.write(c),
                                  grad_w, span.grad_d, grad_k, t + c);
             else if (call.write_keys)
-                stream_row(head.per_key(call.grad_write_keys, t + c), grad_w, K);
+                stream_row(head.gradient(call.grad_write_keys, call.write_element, t + c, K), grad_w, K);
             else
                 for (int64_t b = 0; b < Kp; b += W<R>) store(grad_k + b, load(grad_k + b) + load(grad_w + b));
-            stream_row(head.per_key(call.grad_k, t + c), grad_k, K);
+            stream_row(head.gradient(call.grad_k, call.grad_element, t + c, K), grad_k, K);
         }
     }
     if (call.grad_initial_state)

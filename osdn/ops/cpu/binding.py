@@ -11,6 +11,17 @@ from torch import Tensor
 from osdn.ops.cpu.build import library
 
 Kernel = Callable[[bytes], int]
+HALVES = {torch.bfloat16: 1, torch.float16: 2}  # as in half.h
+
+
+def element(dtype: torch.dtype) -> int:
+    """How a kernel is told that a tensor has this dtype; 0 is the one that the library computes in."""
+    return HALVES.get(dtype, 0)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What a kernel computes in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def bind(

@@ -25,52 +25,13 @@ DECLARE_CONVOLUTION(
     void *grad_x, *grad_taps, *grad_tail;  // [tokens, D], [S, W + 1, D] with the bias last, [N, W - 1, D] or null
     void* state;  // of a single step: [N, D, state_length], moved on by one input
     int64_t x_batch, x_token, x_channel, grad_batch, grad_token, grad_channel;  // strides in elements
-    int64_t N, T, D, W, S, state_length, half, silu, threads;)
+    int64_t N, T, D, W, S, state_length, element, silu, threads;)
 extern "C" const int64_t osdn_convolution_size = sizeof(Convolution);
 
 namespace {
 
 constexpr int CHANNELS = 64, TOKENS = 64;  // a tile
 constexpr int64_t SEGMENT = 1024;          // tokens between two places where threads may part
-
-struct Half {  // bfloat16, the upper half of a float
-    uint16_t bits;
-};
-typedef uint16_t HalfVec __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
-
-INLINE float widen(Half x) {
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-template <class R>
-INLINE R widen(R x) {
-    return x;
-}
-INLINE Vec<float> load_wide(const Half* p) {
-    const auto bits = __builtin_convertvector(*reinterpret_cast<const HalfVec*>(p), Bits<float>::type) << 16;
-    Vec<float> x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-template <class R>
-INLINE Vec<R> load_wide(const R* p) {
-    return load(p);
-}
-// Rounds to the nearest, to even in the middle; a NaN stays one.
-INLINE void store_narrow(Half* p, Vec<float> x) {
-    typedef uint32_t Unsigned __attribute__((vector_size(BYTES)));
-    Unsigned bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    const Unsigned rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const Unsigned nan = Unsigned{} + 0x7fc0;
-    *reinterpret_cast<HalfVec*>(p) = __builtin_convertvector(x == x ? rounded : nan, HalfVec);
-}
-template <class R>
-INLINE void store_narrow(R* p, Vec<R> x) {
-    stream(p, x);
-}
 
 // A tensor [N or 1, tokens, channels] of any strides.
 template <class E>
@@ -111,14 +72,7 @@ void load_tile(const Convolution& call, const View<E>& x, int64_t n, int64_t t, 
 // A finished row of CHANNELS elements, of which `count` exist.
 template <class R, class E>
 INLINE void store_row(E* to, const R* from, int count) {
-    int i = 0;
-    for (; i + W<R> <= count; i += W<R>) store_narrow(to + i, load(from + i));
-    if (i == count) return;
-    E rest[W<R>];
-    alignas(BYTES) R padded[W<R>] = {};
-    for (int j = 0; i + j < count; j++) padded[j] = from[i + j];
-    store_narrow(rest, load(padded));
-    std::memcpy(to + i, rest, (count - i) * sizeof(E));
+    for (int i = 0; i < count; i += W<R>) store_part<R, E, true>(to + i, count - i, load(from + i));
 }
 
 // One segment and block of channels of a call: its taps, and its inputs tile by tile.
@@ -281,17 +235,10 @@ void convolve_step(const Convolution& call, int64_t n, int64_t block) {
 }
 
 // What the item-th piece of work does, for the dtype and the width of a call.
-template <class R, class F>
-void with_element(const Convolution& call, F&& f) {
-    if constexpr (sizeof(R) == sizeof(float)) {
-        if (call.half) return f(Half{});
-    }
-    f(R{});
-}
 template <class R>
 void convolve_item(const Convolution& call, int64_t item, bool back) {
     const int64_t blocks = (call.D + CHANNELS - 1) / CHANNELS;
-    with_element<R>(call, [&](auto element) {
+    with_element<R>(call.element, [&](auto element) {
         using E = decltype(element);
         const auto run = call.W == 4 ? (back ? convolve_segment_back<R, E, 4> : convolve_segment<R, E, 4>)
                                      : (back ? convolve_segment_back<R, E, 0> : convolve_segment<R, E, 0>);
@@ -301,7 +248,7 @@ void convolve_item(const Convolution& call, int64_t item, bool back) {
 template <class R>
 void convolve_step_item(const Convolution& call, int64_t item) {
     const int64_t blocks = (call.D + CHANNELS - 1) / CHANNELS;
-    with_element<R>(call, [&](auto element) {
+    with_element<R>(call.element, [&](auto element) {
         convolve_step<R, decltype(element)>(call, item / blocks, item % blocks);
     });
 }

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from osdn.ops import checks, watched
-from osdn.ops.cpu import _host_boundaries, _refuse_double_backward, available
-from osdn.ops.cpu.binding import Kernel, bind, run
+from osdn.ops.cpu import _host_boundaries, _refuse_double_backward, compiled
+from osdn.ops.cpu.binding import Kernel, bind, element, run, wide
 
 SEGMENT = 1024  # tokens, as in convolution.h
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # `struct Convolution` in convolution.h: these pointers, then integers.
 POINTERS = (
@@ -25,7 +25,7 @@ POINTERS = (
 )
 INTEGERS = (
     *("x_batch", "x_token", "x_channel", "grad_batch", "grad_token", "grad_channel"),
-    *("N", "T", "D", "W", "S", "state_length", "half", "silu", "threads"),
+    *("N", "T", "D", "W", "S", "state_length", "element", "silu", "threads"),
 )
 LAYOUT = struct.Struct(f"{len(POINTERS) + len(INTEGERS)}q")
 
@@ -36,13 +36,8 @@ def usable(x: Tensor) -> bool:
         x.device.type == "cpu"
         and x.dtype in DTYPES
         and not watched.by_transforms()
-        and _compiled(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        and compiled(wide(x.dtype))
     )
-
-
-@torch.compiler.assume_constant_result  # it runs a compiler, which must not be traced
-def _compiled(dtype: torch.dtype) -> bool:
-    return available(dtype)
 
 
 def short_convolution(
@@ -71,7 +66,7 @@ def short_convolution(
     if x.ndim != 3 or x.dtype not in DTYPES or x.device.type != "cpu":
         raise ValueError(
             f"x is {x.dtype}, {list(x.shape)}, on {x.device}; it must be [B, T, D] on a CPU, in float32, "
-            "bfloat16 or float64"
+            "bfloat16, float16 or float64"
         )
     B, _, D = x.shape
     if weight.ndim != 2 or len(weight) != D or weight.shape[1] < 1:
@@ -83,10 +78,10 @@ def short_convolution(
         checks.tensor("bias", bias, (D,), "[D]", x.device)
     if tail is not None:
         checks.tensor("tail", tail, (N, W - 1, D), "[N, W - 1, D]", x.device)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    taps = weight.flip(1).t().to(wide).contiguous()  # [W, D], the newest input's first
-    bias = None if bias is None else bias.to(wide)
-    tail = None if tail is None else tail.to(wide)
+    dtype = wide(x.dtype)
+    taps = weight.flip(1).t().to(dtype).contiguous()  # [W, D], the newest input's first
+    bias = None if bias is None else bias.to(dtype)
+    tail = None if tail is None else tail.to(dtype)
     arguments = (x, taps, bias, tail, cu_seqlens, silu)
     if watched.by_autograd(arguments) or watched.by_others(arguments):
         return _convolution(*arguments)
@@ -120,9 +115,9 @@ def _kernels(dtype: torch.dtype) -> dict[str, Kernel]:
 def _run(
     kernel: str, tensors: dict[str, Tensor | None], dtype: torch.dtype, integers: dict[str, int]
 ) -> None:
-    integers |= {"half": dtype == torch.bfloat16, "threads": torch.get_num_threads()}
+    integers |= {"element": element(dtype), "threads": torch.get_num_threads()}
     fields = [*(tensors.get(name) for name in POINTERS), *(integers.get(name) for name in INTEGERS)]
-    run(_kernels(torch.float64 if dtype == torch.float64 else torch.float32)[kernel], LAYOUT, fields)
+    run(_kernels(wide(dtype))[kernel], LAYOUT, fields)
 
 
 def _geometry(x: Tensor, taps: Tensor, cuts: Tensor | None, silu: bool) -> tuple[dict[str, int], Tensor]:

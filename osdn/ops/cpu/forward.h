@@ -19,7 +19,7 @@ INLINE void run_tile(const Tile<R, C>& tile, const Head<R>& head, int64_t t, int
     for (int c = 0; c < C; c++) {
         if (c >= count) break;
         Vec<R> e[NV], o[NV];
-        load_some<R, NV>(head.per_value(call.v, t + c) + v0, columns, e);
+        load_some<R, NV>(head.value(t + c) + v0, columns, e);
         UNROLL
         for (int n = 0; n < NV; n++) {
             e[n] -= read[c][n];
@@ -34,9 +34,9 @@ INLINE void run_tile(const Tile<R, C>& tile, const Head<R>& head, int64_t t, int
             store(writes + (c * NV + n) * W<R>, u[c][n]);
         }
         if constexpr (C == 1)  // decoding: read again at once
-            store_some<R, NV>(head.per_value(call.out, t + c) + v0, columns, o);
+            store_some<R, NV>(head.output(t + c, head.V) + v0, columns, o);
         else
-            stream_some<R, NV>(head.per_value(call.out, t + c) + v0, columns, o);
+            stream_some<R, NV>(head.output(t + c, head.V) + v0, columns, o);
         if (call.errors) stream_some<R, NV>(head.per_value(call.errors, t + c) + v0, columns, e);
     }
     write_state<R, C, NV>(in, out, ld, head.K, call.decay_kind ? tile.decay : nullptr, tile.w(0, head.Kp),
@@ -89,7 +89,7 @@ void forward_head(const Head<R>& head, int first, int last, bool owner) {
                 if (v0 == first)
                     for (int64_t next = t + c + SPAN; next < std::min(t + c + SPAN + C, head.length); next++) {
                         prefetch_token(head, next);
-                        prefetch(head.per_value(call.v, next) + first, last - first);
+                        prefetch(head.value(next) + first, last - first);
                     }
                 run_tile<R, C, nv>(tiles[c / C], head, t + c, std::min(C, count - c), v0, columns, block, block,
                                    nv * W<R>);

@@ -6,7 +6,7 @@
 #include <initializer_list>
 #include <new>
 
-#include "simd.h"
+#include "half.h"
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -35,6 +35,8 @@ DECLARE_CALL(
     int64_t N, T, H, HV, K, V;
     int64_t decay_kind, retention_kind;  // 0: none or a constant, 1: per head, 2: per channel (or block)
     int64_t rule, block, beta_aware, threads;
+    // how q, k, v, the outputs and their gradients are stored; write keys; and the gradients of q and k
+    int64_t element, write_element, grad_element;
     double eta, low, high, eps, prior, log_squash, constant_retention, scale;)
 extern "C" const int64_t osdn_call_size = sizeof(Call);
 // The rule of phase 1; "scale" stands for the state that any of them carries.
@@ -117,8 +119,24 @@ struct Head {
     R* row(void* x, int64_t t, int64_t heads, int64_t head, int64_t width) const {
         return static_cast<R*>(x) + ((begin + t) * heads + head) * width;
     }
-    const R* query(int64_t t) const { return row(call.q, t, call.H, h, K); }
-    const R* key(int64_t t) const { return row(call.k, t, call.H, h, K); }
+    // The same of any kind of elements: where token t is read, or written.
+    template <class Void>
+    Place<R, Void> place(Void* x, int64_t kind, int64_t t, int64_t heads, int64_t head, int64_t width) const {
+        return Place<R, Void>{x, kind} + ((begin + t) * heads + head) * width;
+    }
+    Source<R> query(int64_t t) const { return place(call.q, call.element, t, call.H, h, K); }
+    Source<R> key(int64_t t) const { return place(call.k, call.element, t, call.H, h, K); }
+    Source<R> value(int64_t t) const { return place(call.v, call.element, t, call.HV, hv, V); }
+    Source<R> write_key(int64_t t) const { return place(call.write_keys, call.write_element, t, call.HV, hv, K); }
+    // Outputs are as wide as values in phase 2, and as keys in phase 1 alone; so are their gradients.
+    Target<R> output(int64_t t, int width) const { return place(call.out, call.element, t, call.HV, hv, width); }
+    Source<R> grad_output(int64_t t, int width) const {
+        return place(call.grad_out, call.element, t, call.HV, hv, width);
+    }
+    // Where the gradient of a token's row of q, k, ... goes.
+    Target<R> gradient(void* x, int64_t kind, int64_t t, int width) const {
+        return place(x, kind, t, call.HV, hv, width);
+    }
     template <class P>
     auto per_head(P x, int64_t t) const { return row(x, t, call.HV, hv, 1); }
     template <class P>
@@ -139,11 +157,11 @@ struct Head {
 
 // A finished row of K elements to its place in the results.
 template <class R>
-INLINE void stream_row(R* to, const R* from, int K) {
-    for (int i = 0; i < K; i += W<R>) {
-        const Vec<R> x[1] = {load(from + i)};
-        stream_some<R, 1>(to + i, std::min(K - i, W<R>), x);
-    }
+INLINE void stream_row(Target<R> to, const R* from, int K) {
+    with_element<R>(to.kind, [&](auto element) {
+        auto* p = static_cast<decltype(element)*>(to.at);
+        for (int i = 0; i < K; i += W<R>) store_part<R, decltype(element), true>(p + i, K - i, load(from + i));
+    });
 }
 
 // A row of K elements into Kp, zero-padded, times a factor.
@@ -153,6 +171,13 @@ INLINE void copy_row(R* to, const R* from, int K, int Kp, R factor = 1) {
     for (; i + W<R> <= K; i += W<R>) store(to + i, load(from + i) * factor);
     for (; i < K; i++) to[i] = from[i] * factor;
     for (; i < Kp; i++) to[i] = 0;
+}
+template <class R>
+INLINE void copy_row(R* to, Source<R> from, int K, R factor = 1) {
+    with_element<R>(from.kind, [&](auto element) {
+        auto* p = static_cast<const decltype(element)*>(from.at);
+        for (int i = 0; i < K; i += W<R>) store(to + i, load_part<R>(p + i, K - i) * factor);
+    });
 }
 
 }  // namespace

@@ -23,8 +23,10 @@
 
 #include "backward.h"
 #include "convolution.h"
+#include "decode_step.h"
 #include "forward.h"
 #include "normalize.h"
+#include "row_product.h"
 
 namespace {
 
@@ -106,6 +108,24 @@ int over_tokens(const Rows& call, bool back) {
                     [&](int64_t item) { normalize_item<REAL>(call, item, back); });
 }
 
+int row_product(const Product& call) {
+    const int64_t threads = std::max<int64_t>(1, std::min(call.threads, call.M * call.N * call.K / GRAIN));
+    const int64_t pieces = std::min(call.N, PIECES * threads);
+    std::atomic<int64_t> next{0};
+    std::atomic<int> failed{0};
+    on_threads(threads, [&] {
+        try {
+            with_element<REAL>(call.element, [&](auto element) {
+                product_pieces<REAL, decltype(element)>(call, pieces, [&] { return next++; });
+            });
+        } catch (const std::bad_alloc&) {
+            failed = 1;
+        }
+        scratch.trim();
+    });
+    return failed;
+}
+
 }  // namespace
 
 // REAL is float or double: one library each, so that nobody waits for the one they do not use.
@@ -131,6 +151,12 @@ int osdn_convolution_back(const Convolution* call) {
 int osdn_convolution_step(const Convolution* call) {
     return over_channels(*call, call->N, 4 * call->N, [&](int64_t item) { convolve_step_item<REAL>(*call, item); });
 }
+int osdn_step(const Step* call) {
+    const int64_t work = 3 * call->N * call->HV * call->K * call->V;
+    return for_each(call->N * call->H, std::max<int64_t>(1, std::min(call->threads, work / GRAIN)),
+                    [&](int64_t item) { step_item<REAL>(*call, item); });
+}
+int osdn_row_product(const Product* call) { return row_product(*call); }
 int osdn_rows(const Rows* call) { return over_tokens(*call, false); }
 int osdn_rows_back(const Rows* call) { return over_tokens(*call, true); }
 }

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from osdn.ops import watched
 from osdn.ops.cpu import _refuse_double_backward
-from osdn.ops.cpu.binding import Kernel, bind, run
+from osdn.ops.cpu.binding import Kernel, bind, element, run, wide
 
 # `struct Rows` in normalize.h
 FIELDS = (
     *("x", "grad_out", "out", "grad_x", "x_batch", "x_token", "x_head"),
-    *("B", "T", "H", "K", "half", "unit", "threads", "eps"),
+    *("B", "T", "H", "K", "element", "unit", "threads", "eps"),
 )
 LAYOUT = struct.Struct(f"{len(FIELDS) - 1}qd")
 
@@ -38,15 +38,11 @@ def widened(x: Tensor, unit: bool, eps: float = 1e-6) -> Tensor:
     return _forward(x, unit, eps)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _run(back: bool, x: Tensor, grad: Tensor | None, out: Tensor, unit: bool, eps: float) -> None:
     made = (None, out) if back else (out, None)
-    half, threads = x.dtype == torch.bfloat16, torch.get_num_threads()
-    fields = (x, grad, *made, *x.stride()[:3], *x.shape, half, unit, threads, eps)
-    run(_kernels(_wide(x))[back], LAYOUT, fields)
+    threads = torch.get_num_threads()
+    fields = (x, grad, *made, *x.stride()[:3], *x.shape, element(x.dtype), unit, threads, eps)
+    run(_kernels(wide(x.dtype))[back], LAYOUT, fields)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -55,7 +51,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _forward(x: Tensor, unit: bool, eps: float) -> Tensor:
-    out = torch.empty(x.shape, dtype=_wide(x))
+    out = torch.empty(x.shape, dtype=wide(x.dtype))
     _run(False, _rows(x), None, out, unit, eps)
     return out
 
@@ -65,7 +61,7 @@ _normalize = torch.library.custom_op("osdn::cpu_normalize", _forward, mutates_ar
 
 @_normalize.register_fake
 def _(x, unit, eps):  # type: ignore[no-untyped-def]
-    return torch.empty(x.shape, dtype=_wide(x), device=x.device)
+    return torch.empty(x.shape, dtype=wide(x.dtype), device=x.device)
 
 
 @torch.library.custom_op("osdn::cpu_normalize_backward", mutates_args=(), device_types="cpu")

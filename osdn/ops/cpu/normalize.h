@@ -18,7 +18,7 @@
 DECLARE_ROWS(
     const void *x, *grad_out;  // [B, T, H, K] with these strides; contiguous
     void *out, *grad_x;        // contiguous
-    int64_t x_batch, x_token, x_head, B, T, H, K, half, unit, threads;  // unit: whether to normalise
+    int64_t x_batch, x_token, x_head, B, T, H, K, element, unit, threads;  // unit: whether to normalise
     double eps;)
 extern "C" const int64_t osdn_rows_size = sizeof(Rows);
 
@@ -28,12 +28,7 @@ template <class R, class E>
 struct Row {
     const E* x;
     int K;
-    INLINE Vec<R> at(int i) const {
-        if (i + W<R> <= K) return load_wide(x + i);
-        alignas(BYTES) R buffer[W<R>] = {};
-        for (int j = i; j < K; j++) buffer[j - i] = widen(x[j]);
-        return load(buffer);
-    }
+    INLINE Vec<R> at(int i) const { return load_part<R>(x + i, K - i); }
 };
 template <class R, class E>
 INLINE R dot(const Row<R, E>& a, const Row<R, R>& b) {
@@ -47,19 +42,6 @@ INLINE R inverse_norm(const Row<R, E>& x, double eps) {
     for (int i = 0; i < x.K; i += W<R>) sum += x.at(i) * x.at(i);
     return R(1) / std::sqrt(total<R>(sum) + R(eps));
 }
-template <class E, class R>
-INLINE void store_part(E* to, int count, Vec<R> x) {
-    alignas(BYTES) R buffer[W<R>];
-    if (count >= W<R>)
-        store_narrow(to, x);
-    else {
-        store(buffer, x);
-        E narrow[W<R>];
-        store_narrow(narrow, load(buffer));
-        std::memcpy(to, narrow, count * sizeof(E));
-    }
-}
-
 // All heads of a token.
 template <class R, class E>
 void normalize_token(const Rows& call, int64_t token, bool back) {
@@ -71,14 +53,14 @@ void normalize_token(const Rows& call, int64_t token, bool back) {
         const R s = call.unit ? inverse_norm<R, E>(x, call.eps) : R(1);
         if (!back) {
             R* out = static_cast<R*>(call.out) + place;
-            for (int i = 0; i < K; i += W<R>) store_part<R, R>(out + i, K - i, x.at(i) * s);
+            for (int i = 0; i < K; i += W<R>) store_part<R, R, true>(out + i, K - i, x.at(i) * s);
             continue;
         }
         const Row<R, R> grad{static_cast<const R*>(call.grad_out) + place, K};
         E* grad_x = static_cast<E*>(call.grad_x) + place;
         const R along = call.unit ? dot<R, E>(x, grad) * s * s : R(0);
         for (int i = 0; i < K; i += W<R>)
-            store_part<E, R>(grad_x + i, K - i, s * (grad.at(i) - x.at(i) * along));
+            store_part<R, E, true>(grad_x + i, K - i, s * (grad.at(i) - x.at(i) * along));
     }
 }
 
@@ -87,14 +69,10 @@ constexpr int64_t TOKENS_PER_ITEM = 16;
 template <class R>
 void normalize_item(const Rows& call, int64_t item, bool back) {
     const int64_t end = std::min((item + 1) * TOKENS_PER_ITEM, call.B * call.T);
-    for (int64_t token = item * TOKENS_PER_ITEM; token < end; token++) {
-        if constexpr (sizeof(R) == sizeof(float))
-            if (call.half) {
-                normalize_token<R, Half>(call, token, back);
-                continue;
-            }
-        normalize_token<R, R>(call, token, back);
-    }
+    with_element<R>(call.element, [&](auto element) {
+        for (int64_t token = item * TOKENS_PER_ITEM; token < end; token++)
+            normalize_token<R, decltype(element)>(call, token, back);
+    });
 }
 
 }  // namespace

@@ -104,9 +104,9 @@ void precondition_head(const Head<R>& head) {
     phase1.start(d);
     for (int64_t t = 0; t < head.length; t++) {
         if (t && t % SPAN == 0 && call.scale_checkpoints) phase1.save(d, t);
-        copy_row(key, head.key(t), head.K, head.Kp);
+        copy_row(key, head.key(t), head.K);
         phase1.step(d, d, nullptr, key, w, t);
-        stream_row(head.per_key(call.out, t), w, head.K);
+        stream_row(head.output(t, head.K), w, head.K);
     }
     phase1.store_state(d, call.final_scale);
 }
@@ -134,19 +134,19 @@ void precondition_back_head(const Head<R>& head) {
         phase1.restore(records, t);
         for (int c = 0; c < count; c++) {
             R* record = records + c * kept;
-            copy_row(keys + c * Kp, head.key(t + c), K, int(Kp));
+            copy_row(keys + c * Kp, head.key(t + c), K);
             feedbacks[c] = phase1.step(record, record + kept, record, keys + c * Kp, writes + c * Kp, t + c);
         }
         for (int c = count - 1; c >= 0; c--) {
             if (call.grad_out)
-                copy_row(grad_w, head.per_key(call.grad_out, t + c), K, int(Kp));
+                copy_row(grad_w, head.grad_output(t + c, K), K);
             else
                 std::memset(grad_w, 0, Kp * sizeof(R));
             std::memset(grad_k, 0, Kp * sizeof(R));
             if (call.grad_beta) *head.per_head(call.grad_beta, t + c) = 0;
             phase1.step_back(feedbacks[c], records + c * kept, keys + c * Kp, writes + c * Kp, grad_w, grad_d, grad_k,
                              t + c);
-            stream_row(head.per_key(call.grad_k, t + c), grad_k, K);
+            stream_row(head.gradient(call.grad_k, call.grad_element, t + c, K), grad_k, K);
         }
     }
     phase1.finish_back(grad_d);

@@ -91,8 +91,8 @@ INLINE void fill_tile(Tile<R, C>& tile, const Head<R>& head, const Phase1<R>& ph
             tile.beta[c] = 0;
             continue;
         }
-        copy_row(q, head.query(t + c), K, Kp, R(call.scale));
-        copy_row(k, head.key(t + c), K, Kp);
+        copy_row(q, head.query(t + c), K, R(call.scale));
+        copy_row(k, head.key(t + c), K);
         tile.beta[c] = *head.per_head(call.beta, t + c);
         if (call.rule) {
             R* kept = record ? record->phase1 + c * phase1.kept_size() : nullptr;
@@ -100,7 +100,7 @@ INLINE void fill_tile(Tile<R, C>& tile, const Head<R>& head, const Phase1<R>& ph
                 phase1.step(kept ? kept : d, kept ? kept + phase1.kept_size() : d, kept, k, w, t + c);
             if (record) record->feedbacks[c] = f;
         } else {
-            copy_row(w, call.write_keys ? head.per_key(call.write_keys, t + c) : head.key(t + c), K, Kp);
+            copy_row(w, call.write_keys ? head.write_key(t + c) : head.key(t + c), K);
         }
         if (record && call.decay_kind) {
             copy_row(record->keys + c * int64_t(Kp), k, Kp, Kp);
@@ -168,11 +168,15 @@ INLINE void prefetch(const R* row, int width) {
     for (int i = 0; i < width; i += 64 / int(sizeof(R))) __builtin_prefetch(row + i, 0, 2);
 }
 template <class R>
+INLINE void prefetch(Source<R> row, int width) {
+    prefetch(static_cast<const char*>(row.at), int(width * element_size<R>(row.kind)));
+}
+template <class R>
 INLINE void prefetch_token(const Head<R>& head, int64_t t) {
     const Call& call = head.call;
     prefetch(head.query(t), head.K);
     prefetch(head.key(t), head.K);
-    if (call.write_keys) prefetch(head.per_key(call.write_keys, t), head.K);
+    if (call.write_keys) prefetch(head.write_key(t), head.K);
     if (call.decay_kind == 2) prefetch(head.per_key(call.log_decay, t), head.K);
     if (call.retention_kind == 2 && call.block == 1) prefetch(head.per_key(call.retention, t), head.K);
 }

@@ -1,0 +1,79 @@
+"""A mixer's decoding step on a CPU: its projections, and all that lies between them in one compiled call."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from osdn.layers.preconditioner import PreconditionerConfig
+from osdn.ops.cpu.binding import wide
+from osdn.ops.cpu.decode_step import StepInputs, StepSettings, decode_step, usable
+
+if TYPE_CHECKING:
+    from osdn.layers.mixers import MixerState, TokenMixer
+
+
+def fused(mixer: "TokenMixer", x: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether the compiled step gives what the mixer would: one token, no gradient, nobody looking inside."""
+    if x.ndim != 3 or x.shape[1] != 1 or cu_seqlens is not None or not usable(x):
+        return False
+    convolutions = (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d)
+    return (
+        mixer.fuses
+        and mixer.o_norm.eps is not None
+        and mixer.recurrence.backend in ("auto", "cpu")
+        and (mixer.preconditioner is None or isinstance(mixer.preconditioner.config, PreconditionerConfig))
+        and all(conv.weight.dtype == x.dtype for conv in convolutions)
+        and not torch.is_autocast_enabled("cpu")
+        and not any(_hooked(module) for module in (mixer.recurrence, mixer.o_norm, *convolutions))
+    )
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether somebody waits for a call of the module, which the compiled step would not make."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def step(mixer: "TokenMixer", x: Tensor, state: "MixerState") -> tuple[Tensor, "MixerState"]:
+    """The outputs `[N, 1, D]` for `x` `[N, 1, D]`, and the state that continues."""
+    recurrent, scale, *tails = mixer._checked(state, x.shape[0])
+    rows = x[:, 0]  # [N, D]
+    gates, activation = mixer.step_gates(rows)
+    assert mixer.o_norm.eps is not None  # `fused` saw to it
+    settings = StepSettings(activation, write_scale=mixer.write_scale, norm_eps=mixer.o_norm.eps)
+    if mixer.preconditioner is not None:
+        config = mixer.preconditioner.config
+        assert isinstance(config, PreconditionerConfig)
+        if mixer.preconditioner.retention is not None:
+            gates["retention"] = mixer.preconditioner.retention(rows)
+        settings = settings._replace(
+            tied=config.retention == "tied",
+            eta=config.eta,
+            bounds=config.bounds,
+            beta_aware=config.beta_aware,
+            retention=config.retention if isinstance(config.retention, float) else 1.0,
+        )
+    convolutions = (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d)
+    q_taps, k_taps, v_taps = (conv.weight[:, 0].detach() for conv in convolutions)
+    q_tail, k_tail, v_tail = (tail.to(x.dtype) for tail in tails)  # they may come from another precision
+    dtype = wide(x.dtype)
+    inputs = StepInputs(
+        q=mixer.q_proj(rows),
+        k=mixer.k_proj(rows),
+        v=mixer.v_proj(rows),
+        q_taps=q_taps,
+        k_taps=k_taps,
+        v_taps=v_taps,
+        q_tail=q_tail,
+        k_tail=k_tail,
+        v_tail=v_tail,
+        beta=mixer.b_proj(rows),
+        norm=mixer.o_norm.weight.detach(),
+        state=recurrent.to(dtype),
+        scale=None if scale is None else scale.to(dtype),
+        **gates,
+    )
+    made = decode_step(inputs, settings)
+    carried = None if scale is None else made.scale
+    continued = type(state)(made.state, carried, made.q_tail, made.k_tail, made.v_tail)
+    return mixer.o_proj(made.out)[:, None], continued

@@ -1,0 +1,139 @@
+// A few rows times a matrix, as in decoding: y = x W' + bias with x [M, K] and W [N, K], M small.
+//
+// All of the time is reading W, once, and one row after the other is what memory is fastest at: a thread reads a piece
+// of W from its beginning to its end, with all rows of x at hand in its L1 or L2 cache.  Numbers of 16 bits are widened
+// on the way.  Of bfloat16, two lie in 32 bits and are a shift and a mask away from two vectors, one of the elements at
+// even places and one of those at odd ones; x is laid out in the same way beforehand.
+
+#pragma once
+
+#include "heads.h"
+
+#define DECLARE_PRODUCT(...)      \
+    struct Product {              \
+        __VA_ARGS__               \
+    };                            \
+    extern "C" const char osdn_product_call[] = #__VA_ARGS__;
+DECLARE_PRODUCT(
+    const void *x, *weight, *bias;  // [M, K], [N, K], [N] or null
+    void* out;                      // [M, N]
+    int64_t M, N, K, element, threads;)
+extern "C" const int64_t osdn_product_size = sizeof(Product);
+
+namespace {
+
+constexpr int MOST_ROWS = 8;     // of x at once
+constexpr int64_t AHEAD = 2048;  // bytes that are asked for before they are used
+constexpr int64_t PIECES = 4;    // of W per thread: one that is held up leaves some to the others
+
+// Two vectors of W from memory: E at p, the first 2 W elements in the order of `arrange`.
+template <class R, class E>
+INLINE void load_pair(const E* p, Vec<R>& a, Vec<R>& b) {
+    if constexpr (std::is_same_v<E, Bfloat16>) {
+        typedef uint32_t Loose __attribute__((vector_size(BYTES), aligned(2), may_alias));
+        const Unsigned both = *reinterpret_cast<const Loose*>(p);
+        a = of_bits(both << 16);
+        b = of_bits(both & 0xffff0000);
+    } else {
+        a = load_wide(p);
+        b = load_wide(p + W<R>);
+    }
+}
+// A row of x, widened and padded to Kp with zeros, its pairs of vectors in the order of `load_pair`.
+template <class R, class E>
+void arrange(const E* x, int64_t K, int64_t Kp, R* to) {
+    for (int64_t i = 0; i < Kp; i += 2 * W<R>) {
+        E part[2 * W<R>] = {};
+        std::memcpy(part, x + i, std::min<int64_t>(K - i, 2 * W<R>) * sizeof(E));
+        Vec<R> a, b;
+        load_pair<R, E>(part, a, b);
+        store(to + i, a);
+        store(to + i + W<R>, b);
+    }
+}
+
+// The products of a row of W with M rows of x.
+template <class R, class E, int M>
+INLINE void multiply(const E* w, int64_t K, const R* x, int64_t Kp, R (&out)[M]) {
+    constexpr int PAIR = 2 * W<R>, U = M <= 4 ? 2 : 1;  // sums at once: the additions of one wait for each other
+    Vec<R> sum[M][2 * U] = {};
+    const auto step = [&](const E* p, int64_t i, int u) {
+        Vec<R> a, b;
+        load_pair<R, E>(p, a, b);
+        UNROLL
+        for (int m = 0; m < M; m++) {
+            sum[m][2 * u] += a * load(x + m * Kp + i);
+            sum[m][2 * u + 1] += b * load(x + m * Kp + i + W<R>);
+        }
+    };
+    int64_t i = 0;
+    for (; i + U * PAIR <= K; i += U * PAIR) {
+        UNROLL
+        for (size_t line = 0; line < U * PAIR * sizeof(E); line += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(w + i) + AHEAD + line, 0, 3);
+        UNROLL
+        for (int u = 0; u < U; u++) step(w + i + u * PAIR, i + u * PAIR, u);
+    }
+    for (; i < K; i += PAIR) {
+        E rest[PAIR] = {};
+        std::memcpy(rest, w + i, std::min<int64_t>(K - i, PAIR) * sizeof(E));
+        step(rest, i, 0);
+    }
+    UNROLL
+    for (int m = 0; m < M; m++) {
+        UNROLL
+        for (int u = 1; u < 2 * U; u++) sum[m][0] += sum[m][u];
+        out[m] = total<R>(sum[m][0]);
+    }
+}
+
+// Rows [first, last) of W with M rows of x, arranged; m is the first of them.
+template <class R, class E, int M>
+void multiply_rows(const Product& call, const R* x, int64_t Kp, int64_t m, int64_t first, int64_t last) {
+    constexpr int64_t WIDTH = W<R>;
+    E* out = static_cast<E*>(call.out) + m * call.N;
+    for (int64_t n = first; n < last; n += WIDTH) {  // as many results as a vector has elements leave together
+        const int count = int(std::min(WIDTH, last - n));
+        alignas(BYTES) R results[M][WIDTH] = {};
+        for (int r = 0; r < count; r++) {
+            R sums[M];
+            multiply<R, E, M>(static_cast<const E*>(call.weight) + (n + r) * call.K, call.K, x, Kp, sums);
+            for (int j = 0; j < M; j++) results[j][r] = sums[j];
+        }
+        Vec<R> bias = {};
+        if (call.bias) bias = load_part<R>(static_cast<const E*>(call.bias) + n, count);
+        for (int j = 0; j < M; j++) store_part<R, E>(out + j * call.N + n, count, load(results[j]) + bias);
+    }
+}
+
+// A piece of W's rows with all rows of x.
+template <class R, class E>
+void product_piece(const Product& call, const R* x, int64_t Kp, int64_t first, int64_t last) {
+    for (int64_t m = 0; m < call.M; m += MOST_ROWS) {
+        const R* rows = x + m * Kp;
+        switch (std::min<int64_t>(call.M - m, MOST_ROWS)) {
+            case 1: multiply_rows<R, E, 1>(call, rows, Kp, m, first, last); break;
+            case 2: multiply_rows<R, E, 2>(call, rows, Kp, m, first, last); break;
+            case 3: multiply_rows<R, E, 3>(call, rows, Kp, m, first, last); break;
+            case 4: multiply_rows<R, E, 4>(call, rows, Kp, m, first, last); break;
+            case 5: multiply_rows<R, E, 5>(call, rows, Kp, m, first, last); break;
+            case 6: multiply_rows<R, E, 6>(call, rows, Kp, m, first, last); break;
+            case 7: multiply_rows<R, E, 7>(call, rows, Kp, m, first, last); break;
+            default: multiply_rows<R, E, 8>(call, rows, Kp, m, first, last);
+        }
+    }
+}
+
+// What one thread does: pieces of W, until none are left.
+template <class R, class E, class F>
+void product_pieces(const Product& call, int64_t pieces, F&& next) {
+    const int64_t Kp = round_up(call.K, 2 * W<R>);
+    R* x;
+    scratch.divide<R>({{&x, call.M * Kp}});
+    for (int64_t m = 0; m < call.M; m++)
+        arrange<R, E>(static_cast<const E*>(call.x) + m * call.K, call.K, Kp, x + m * Kp);
+    for (int64_t i; (i = next()) < pieces;)
+        product_piece<R, E>(call, x, Kp, i * call.N / pieces, (i + 1) * call.N / pieces);
+}
+
+}  // namespace

@@ -1,0 +1,205 @@
+"""The compiled decoding step gives what the layer gives, as closely as its dtype can say it."""
+
+import copy
+
+import pytest
+import torch
+
+from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, decoding
+from osdn.ops import available_backends
+from osdn.ops.cpu import decode_step
+from tests.ops.problems import relative_error, threads
+
+pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="no C++ compiler here")
+
+SMALL = {"num_heads": 2, "head_k_dim": 9, "head_v_dim": 21}
+WHOLE = {"num_heads": 3, "head_k_dim": 32, "head_v_dim": 64}  # of vectors
+LARGE_STEP = {"eta": 0.2}
+VARIANTS = {
+    "delta_net": (DeltaNet, None, WHOLE),
+    "osdn": (DeltaNet, LARGE_STEP, WHOLE),
+    "osdn-apf": (DeltaNet, LARGE_STEP | {"retention": "learned"}, SMALL),
+    "gdn": (GatedDeltaNet, None, SMALL),
+    "osgdn": (GatedDeltaNet, LARGE_STEP, SMALL),
+    "osgdn-apf": (GatedDeltaNet, LARGE_STEP | {"retention": "tied"}, WHOLE),
+    "kda": (KimiDeltaAttention, None, SMALL),
+    "oskda": (KimiDeltaAttention, LARGE_STEP | {"retention": 0.9}, WHOLE),
+    "oskda-apf": (KimiDeltaAttention, LARGE_STEP | {"retention": "learned"}, WHOLE),
+    "oskda, tied": (KimiDeltaAttention, LARGE_STEP | {"retention": "tied"}, SMALL),
+    "oskda, per channel": (KimiDeltaAttention, LARGE_STEP | {"retention": "learned_per_channel"}, SMALL),
+    "grouped": (GatedDeltaNet, LARGE_STEP, SMALL | {"num_v_heads": 6}),
+    "write bias": (DeltaNet, None, SMALL | {"beta_bias": -2.0, "write_scale": 0.3, "norm_eps": 0.1}),
+    "no box": (DeltaNet, {"bounds": None, "beta_aware": False, "initial_scale": "free"}, SMALL),
+    "width 1": (DeltaNet, None, SMALL | {"conv_size": 1}),
+    "width 6": (GatedDeltaNet, LARGE_STEP, SMALL | {"conv_size": 6}),
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+STEPS, BATCH = 5, 2
+
+
+def make(variant, dtype):
+    kind, preconditioner, sizes = VARIANTS[variant]
+    torch.manual_seed(0)
+    mixer = kind(48, **sizes, preconditioner=preconditioner)
+    with torch.no_grad():
+        for parameter in mixer.parameters():  # nothing may hide behind a zero, a one or a small step
+            parameter.add_(torch.randn(parameter.shape).mul(0.2))
+    x = torch.randn(BATCH, 8 + STEPS, 48)
+    mixer, x = mixer.to(dtype), x.to(dtype)
+    return mixer, x
+
+
+@torch.no_grad()
+def decode(mixer, x, fused, monkeypatch):
+    """Outputs of the last tokens one by one, and the last state."""
+    calls = []
+    with monkeypatch.context() as patch:
+        if not fused:
+            patch.setattr(decoding, "fused", lambda *_: False)
+        patch.setattr(decoding, "step", _counting(decoding.step, calls))
+        _, state = mixer(x[:, :-STEPS], output_final_state=True)
+        outputs = []
+        for t in range(x.shape[1] - STEPS, x.shape[1]):
+            y, state = mixer(x[:, t : t + 1], state)
+            outputs.append(y)
+    assert len(calls) == (STEPS if fused else 0)
+    state = {name: s for name, s in state._asdict().items() if s is not None}
+    return {"y": torch.cat(outputs, 1), **state}
+
+
+def _counting(function, calls):
+    def counted(*arguments):
+        calls.append(1)
+        return function(*arguments)
+
+    return counted
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_steps_are_those_of_the_layer(variant, dtype, monkeypatch):
+    mixer, x = make(variant, dtype)
+    got = decode(mixer, x, True, monkeypatch)
+    want = decode(copy.deepcopy(mixer).double(), x.double(), False, monkeypatch)
+    for name in want:
+        assert got[name].dtype == dtype
+        assert relative_error(got[name], want[name]) < (3e-6 if dtype == torch.float32 else 1e-13), name
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_16_bits_they_are_rounded_where_the_layer_rounds(variant, dtype, monkeypatch):
+    mixer, x = make(variant, dtype)
+    got, layer = (decode(mixer, x, fused, monkeypatch) for fused in (True, False))
+    exact = decode(copy.deepcopy(mixer).double(), x.double(), False, monkeypatch)
+    for name in exact:
+        assert got[name].dtype == layer[name].dtype
+        own, theirs = (relative_error(r[name], exact[name]) for r in (got, layer))
+        assert own < 1.1 * theirs + 1e-6, name
+        assert relative_error(got[name], layer[name]) < torch.finfo(dtype).eps / 2, (
+            name
+        )  # few roundings differ
+
+
+def test_threads_share_the_heads(monkeypatch):
+    mixer = GatedDeltaNet(64, num_heads=4, head_k_dim=64, head_v_dim=128, num_v_heads=8, preconditioner={})
+    x = torch.randn(3, 8 + STEPS, 64)
+    alone = decode(mixer, x, True, monkeypatch)
+    with threads(2):
+        together = decode(mixer, x, True, monkeypatch)
+    assert all(torch.equal(together[name], alone[name]) for name in alone)
+
+
+def test_a_state_given_is_left_as_it_was():
+    mixer, x = make("osgdn", torch.float32)
+    with torch.no_grad():
+        _, state = mixer(x, output_final_state=True)
+        before = [s.clone() for s in state]
+        mixer(x[:, :1], state)
+    assert all(torch.equal(a, b) for a, b in zip(state, before))
+
+
+@torch.no_grad()
+def test_a_state_of_another_precision_is_continued():
+    mixer, x = make("osdn", torch.bfloat16)
+    _, state = mixer(x, output_final_state=True)
+    y, after = mixer(x[:, :1], type(state)(*(s.double() for s in state)))
+    want, _ = mixer(x[:, :1], state)
+    assert torch.equal(y, want)
+    assert after.q_tail.dtype == torch.bfloat16
+    assert after.recurrent.dtype == torch.float32
+
+
+def test_whoever_looks_inside_sees_the_layer():
+    """Gradients, hooks, packed sequences, other backends and several tokens take the layer's own path."""
+    mixer, x = make("osgdn", torch.float32)
+    one = x[:, :1]
+    assert not decoding.fused(mixer, one, None)  # a gradient may be asked for
+    with torch.no_grad():
+        assert decoding.fused(mixer, one, None)
+        assert not decoding.fused(mixer, x, None)
+        assert not decoding.fused(mixer, one[:1], torch.tensor([0, 1]))
+        handle = mixer.recurrence.register_forward_hook(lambda *_: None)
+        assert not decoding.fused(mixer, one, None)
+        handle.remove()
+        mixer.recurrence.backend = "chunkwise"
+        assert not decoding.fused(mixer, one, None)
+        mixer.recurrence.backend = "cpu"
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not decoding.fused(mixer, one, None)
+        newton = DeltaNet(48, 2, 8, 8, preconditioner={"rule": "newton"})
+        assert not decoding.fused(newton, one, None)
+
+
+@torch.no_grad()
+def test_a_step_can_be_traced():
+    mixer, x = make("oskda-apf", torch.float32)
+    _, state = mixer(x, output_final_state=True)
+    want, _ = mixer(x[:, :1], state)
+    graph = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    got, _ = graph(x[:, :1], state)
+    torch.testing.assert_close(got, want)
+
+
+def inputs(**changes):
+    z = torch.zeros
+    fields = {
+        **{name: z(2, 8) for name in ("q", "k")},
+        **{name: z(8, 4) for name in ("q_taps", "k_taps")},
+        **{name: z(2, 3, 8) for name in ("q_tail", "k_tail")},
+        "v": z(2, 10),
+        "v_taps": z(10, 4),
+        "v_tail": z(2, 3, 10),
+        "beta": z(2, 2),
+        "norm": z(5),
+        "state": z(2, 2, 4, 5),
+    }
+    return decode_step.StepInputs(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v": torch.zeros(2, 9)}, "v has shape"),
+        ({"k_tail": torch.zeros(2, 2, 8)}, "k_tail has shape"),
+        ({"q": torch.zeros(2, 12)}, "do not fit"),
+        ({"scale": torch.zeros(2, 2, 3)}, "scale has shape"),
+        ({"state": torch.zeros(2, 2, 4, 5).bfloat16()}, "state has dtype"),
+        ({"beta": torch.zeros(2, 2).bfloat16()}, "beta has dtype"),
+        ({"k": torch.zeros(2, 8, dtype=torch.int32)}, "k has dtype"),
+        ({"decay": torch.zeros(2, 2)}, "come together"),
+        ({"gate": torch.zeros(2, 10)}, "activation is None"),
+        (
+            {"decay": torch.zeros(2, 2), "A_log": torch.zeros(2), "dt_bias": torch.zeros(8)},
+            "dt_bias has shape",
+        ),
+    ],
+)
+def test_bad_input_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        decode_step.decode_step(inputs(**changes), decode_step.StepSettings())
+
+
+def test_the_operator_is_what_pytorch_expects_of_one():
+    arguments = (*inputs(scale=torch.ones(2, 2, 4)), decode_step.StepSettings().numbers(4))
+    torch.library.opcheck(torch.ops.osdn.cpu_decode_step, arguments)

@@ -15,16 +15,18 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from osdn.hosts.scaling import Scaling
 from osdn.layers.precision import l2_normalize, widen
 from osdn.ops import delta_rule, online_scaled_delta_rule, watched
 from osdn.ops.cpu.convolution import convolution_step, short_convolution, usable
+from osdn.ops.cpu.gated_norm import gated_rms_norm
 from osdn.ops.cpu.normalization import widened
 
 Function = Callable[..., Any]
 ACTIVATIONS = (None, "silu", "swish")  # that the convolution's kernel knows
+GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # that the norm's kernel knows
 
 
 class Current(threading.local):
@@ -163,6 +165,28 @@ def padding(original: Function) -> Function:
         if current.cu_seqlens is not None:
             return hidden_states  # nothing is padding
         return original(hidden_states, attention_mask)
+
+    return replacement
+
+
+def gated_norm(original: Function) -> Function:
+    """The forward of the module that normalises and gates what the recurrence returns."""
+
+    @wraps(original)
+    def replacement(self: nn.Module, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if (
+            gate is not None
+            and self.activation in GATES
+            and usable(hidden_states)
+            and gate.dtype == hidden_states.dtype
+            and gate.shape == hidden_states.shape
+            and _on_cpu(gate, self.weight)
+        ):
+            activation = GATES[self.activation]
+            return gated_rms_norm(
+                hidden_states, self.weight, gate, activation=activation, eps=self.variance_epsilon
+            )
+        return original(self, hidden_states, gate)
 
     return replacement
 

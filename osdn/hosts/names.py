@@ -39,7 +39,7 @@ REPLACEMENTS = {
 }
 
 replacing = threading.RLock()  # held while names in modules of `transformers` change
-_originals: dict[tuple[ModuleType, str], Any] = {}  # by module and name
+_originals: dict[tuple[ModuleType | type, str], Any] = {}  # by module or class, and name
 
 
 def accelerate(
@@ -101,24 +101,27 @@ def _delta_rule_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _replace(module: ModuleType) -> None:
-    for name, make in REPLACEMENTS.items():
-        if hasattr(module, name) and (module, name) not in _originals:
-            original = _originals[module, name] = getattr(module, name)
-            setattr(module, name, make(original))
+    norms = [x for name, x in vars(module).items() if name.endswith("RMSNormGated")]
+    places: list[tuple[ModuleType | type, str, Any]] = [(x, "forward", functions.gated_norm) for x in norms]
+    places += [(module, name, make) for name, make in REPLACEMENTS.items() if hasattr(module, name)]
+    for owner, name, make in places:
+        if (owner, name) not in _originals:
+            original = _originals[owner, name] = getattr(owner, name)
+            setattr(owner, name, make(original))
 
 
 def _restore() -> list[str]:
     families = _families()
     if _LaterImports in sys.meta_path:
         sys.meta_path.remove(_LaterImports)
-    for (module, name), original in _originals.items():
-        setattr(module, name, original)
+    for (owner, name), original in _originals.items():
+        setattr(owner, name, original)
     _originals.clear()
     return families
 
 
 def _families() -> list[str]:
-    reached = {MODULES[module.__name__] for module, _ in _originals}
+    reached = {MODULES[owner.__name__] for owner, _ in _originals if isinstance(owner, ModuleType)}
     return [family for family in FAMILIES if family in reached]
 
 

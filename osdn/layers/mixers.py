@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osdn.layers.convolution import ShortConvolution
-from osdn.layers.precision import RMSNorm, l2_normalize, widen
+from osdn.layers.precision import GatedRMSNorm, l2_normalize, widen
 from osdn.layers.preconditioner import (
     OPERATORS,
     NewtonConfig,
@@ -117,6 +117,7 @@ class TokenMixer(nn.Module):
     """
 
     has_decay = False
+    output_gate: str | None = None  # the activation of a gate on the output
     rates: tuple[float, float] = (0, 16)  # a decay's exp(A_log) starts as a uniform draw from this range
     preconditioner: Preconditioner | None
 
@@ -153,7 +154,7 @@ class TokenMixer(nn.Module):
         self.k_conv1d = ShortConvolution(key_dim, conv_size)
         self.v_conv1d = ShortConvolution(value_dim, conv_size)
         self.recurrence = Recurrence(backend)
-        self.o_norm = RMSNorm(head_v_dim, eps=norm_eps)
+        self.o_norm = GatedRMSNorm(head_v_dim, norm_eps, self.output_gate)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
         self.preconditioner = None
         if preconditioner is not None:
@@ -300,6 +301,8 @@ class GatedDeltaNet(DecayingMixer):
     Its state decays by a number a token and head, and its output is gated.
     """
 
+    output_gate = "silu"
+
     def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(hidden_size, *args, **kwargs)
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
@@ -310,7 +313,7 @@ class GatedDeltaNet(DecayingMixer):
         return self._decay(self.a_proj(x)).squeeze(-1)  # [B, T, HV]
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.o_norm(o) * F.silu(self.g_proj(x)).unflatten(-1, o.shape[2:])
+        return self.o_norm(o, self.g_proj(x).unflatten(-1, o.shape[2:]))
 
 
 class KimiDeltaAttention(DecayingMixer):
@@ -319,6 +322,7 @@ class KimiDeltaAttention(DecayingMixer):
     Its state decays by a number a token, head and key channel; decay and output gate have low rank.
     """
 
+    output_gate = "sigmoid"
     rates = (1, 16)
 
     def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
@@ -338,4 +342,4 @@ class KimiDeltaAttention(DecayingMixer):
         return self._decay(self.f_proj(x))  # [B, T, HV, K]
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.o_norm(o) * self.g_proj(x).sigmoid().unflatten(-1, o.shape[2:])
+        return self.o_norm(o, self.g_proj(x).unflatten(-1, o.shape[2:]))

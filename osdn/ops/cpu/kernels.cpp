@@ -24,6 +24,7 @@
 #include "backward.h"
 #include "convolution.h"
 #include "forward.h"
+#include "gated_norm.h"
 #include "normalize.h"
 
 namespace {
@@ -106,6 +107,16 @@ int over_tokens(const Rows& call, bool back) {
                     [&](int64_t item) { normalize_item<REAL>(call, item, back); });
 }
 
+int over_rows(const GatedNorm& call, bool back) {
+    const int64_t work = (back ? 32 : 12) * call.rows * call.D;
+    return for_each((call.rows + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM,
+                    std::max<int64_t>(1, std::min(call.threads, work / GRAIN)), [&](int64_t item) {
+                        if constexpr (sizeof(REAL) == sizeof(float))
+                            if (call.half) return gated_norm_item<REAL, Half>(call, item, back);
+                        gated_norm_item<REAL, REAL>(call, item, back);
+                    });
+}
+
 }  // namespace
 
 // REAL is float or double: one library each, so that nobody waits for the one they do not use.
@@ -133,4 +144,6 @@ int osdn_convolution_step(const Convolution* call) {
 }
 int osdn_rows(const Rows* call) { return over_tokens(*call, false); }
 int osdn_rows_back(const Rows* call) { return over_tokens(*call, true); }
+int osdn_gated_norm(const GatedNorm* call) { return over_rows(*call, false); }
+int osdn_gated_norm_back(const GatedNorm* call) { return over_rows(*call, true); }
 }

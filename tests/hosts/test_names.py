@@ -14,8 +14,14 @@ from tests.hosts.families import make, module, tokens
 
 
 def names():
-    return {
+    found = {
         (family, name): getattr(module(family), name, None) for family in FAMILIES for name in REPLACEMENTS
+    }
+    return found | {
+        (family, name): x.forward
+        for family in FAMILIES
+        for name, x in vars(module(family)).items()
+        if name.endswith("RMSNormGated")
     }
 
 

@@ -28,14 +28,21 @@ enum { UNGATED = 0, SILU = 1, SIGMOID = 2 };
 
 // The gate's value, and its derivative if wanted.
 template <class R, int ACTIVATION>
-INLINE Vec<R> gate_value(Vec<R> z, Vec<R>* derivative = nullptr) {
+INLINE Vec<R> gate_value(Vec<R> z) {
+    const Vec<R> more = R(1) + exponential<R>(-z);
+    return (ACTIVATION == SILU ? z : splat(R(1))) / more;
+}
+template <class R, int ACTIVATION>
+INLINE Vec<R> gate_value(Vec<R> z, Vec<R>& derivative) {
     const Vec<R> s = sigmoid<R>(z);
-    if constexpr (ACTIVATION == SILU) {
-        if (derivative) *derivative = s * (1 + z * (1 - s));
-        return z * s;
-    }
-    if (derivative) *derivative = s * (1 - s);
-    return s;
+    derivative = ACTIVATION == SILU ? s * (1 + z * (1 - s)) : s * (1 - s);
+    return ACTIVATION == SILU ? z * s : s;
+}
+template <class R, class E>
+INLINE R inverse_rms(const Row<R, E>& x, double eps) {
+    Vec<R> sum = {};
+    for (int i = 0; i < x.K; i += W<R>) sum += x.at(i) * x.at(i);
+    return R(1 / std::sqrt(double(total<R>(sum)) / x.K + eps));
 }
 
 template <class R, class E, int ACTIVATION>
@@ -46,7 +53,7 @@ void gated_norm_rows(const GatedNorm& call, int64_t first, int64_t last) {
         const Row<R, E> x{static_cast<const E*>(call.x) + row * call.x_row, D};
         const Row<R, E> gate{static_cast<const E*>(call.gate) + row * call.gate_row, D};
         E* out = static_cast<E*>(call.out) + row * D;
-        const R s = inverse_norm<R, E>(x, call.eps * D) * std::sqrt(R(D));
+        const R s = inverse_rms<R, E>(x, call.eps);
         for (int i = 0; i < D; i += W<R>) {
             Vec<R> y = x.at(i) * s * weight.at(i);
             if constexpr (ACTIVATION != UNGATED) y *= gate_value<R, ACTIVATION>(gate.at(i));
@@ -67,13 +74,13 @@ void gated_norm_rows_back(const GatedNorm& call, int64_t first, int64_t last) {
         const Row<R, E> gate{static_cast<const E*>(call.gate) + row * call.gate_row, D};
         const Row<R, E> grad{static_cast<const E*>(call.grad_out) + row * call.grad_row, D};
         E *grad_x = static_cast<E*>(call.grad_x) + row * D, *grad_gate = static_cast<E*>(call.grad_gate) + row * D;
-        const R s = inverse_norm<R, E>(x, call.eps * D) * std::sqrt(R(D));
+        const R s = inverse_rms<R, E>(x, call.eps);
         Vec<R> along = {};
         for (int i = 0; i < D; i += W<R>) {
             const Vec<R> n = x.at(i) * s, g = grad.at(i), gw = g * weight.at(i);
             Vec<R> a = splat(R(1)), slope;
             if constexpr (ACTIVATION != UNGATED) {
-                a = gate_value<R, ACTIVATION>(gate.at(i), &slope);
+                a = gate_value<R, ACTIVATION>(gate.at(i), slope);
                 store_part<E, R>(grad_gate + i, D - i, gw * n * slope);
             }
             store(grad_n + i, gw * a);

@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from osdn.hosts.scaling import Scaling
 from osdn.layers.precision import l2_normalize, widen
@@ -45,12 +45,12 @@ def recurrence(original: Function) -> Function:
     @wraps(original)
     def replacement(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         scaling = None if torch.compiler.is_compiling() else current.scaling
-        if scaling is None and (args or not _on_cpu(query, key, value, *kwargs.values())):
+        if scaling is None and (args or not on_cpu(query, key, value, *kwargs.values())):
             return original(query, key, value, *args, **kwargs)
         B, T = query.shape[:2]
         cu_seqlens, current.cu_seqlens = _boundaries(kwargs), None  # the layer has no further use for it
         unit = bool(kwargs.get("use_qk_l2norm_in_kernel"))
-        wide = [_wide(query, unit), _wide(key, unit), _wide(value, False)]
+        wide = [prepared(query, unit), prepared(key, unit), prepared(value, False)]
         tensors = [*wide, kwargs["beta"], kwargs["g"]]
         if cu_seqlens is not None and B > 1:  # rows of several sequences each: one row of them all
             tensors = [x.flatten(0, 1)[None] for x in tensors]
@@ -85,7 +85,7 @@ def convolution(original: Function) -> Function:
     ) -> Tensor:
         x = hidden_states.mT  # [B, T, D]
         B, T, D = x.shape
-        cu_seqlens = _boundaries(kwargs) if _on_cpu(x) else None
+        cu_seqlens = _boundaries(kwargs) if on_cpu(x) else None
         if cu_seqlens is not None and B > 1:  # rows of several sequences each: one row of them all
             x = x.reshape(1, B * T, D)
         if usable(x) and activation in ACTIVATIONS:
@@ -140,7 +140,7 @@ def recurrent_mask(original: Function) -> Function:
         asked = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         if mask is not None or asked != (None, None) or position_ids is None or embeds is None:
             return mask
-        if torch.compiler.is_compiling() or not _on_cpu(position_ids, embeds) or position_ids.ndim != 2:
+        if torch.compiler.is_compiling() or not on_cpu(position_ids, embeds) or position_ids.ndim != 2:
             return mask
         # attention layers look for packed sequences under the same conditions
         position_ids = position_ids.expand(embeds.shape[:2])
@@ -173,14 +173,14 @@ def gated_norm(original: Function) -> Function:
     """The forward of the module that normalises and gates what the recurrence returns."""
 
     @wraps(original)
-    def replacement(self: nn.Module, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    def replacement(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         if (
             gate is not None
             and self.activation in GATES
             and usable(hidden_states)
             and gate.dtype == hidden_states.dtype
             and gate.shape == hidden_states.shape
-            and _on_cpu(gate, self.weight)
+            and on_cpu(gate, self.weight)
         ):
             activation = GATES[self.activation]
             return gated_rms_norm(
@@ -191,14 +191,14 @@ def gated_norm(original: Function) -> Function:
     return replacement
 
 
-def _wide(x: Tensor, unit: bool) -> Tensor:
+def prepared(x: Tensor, unit: bool) -> Tensor:
     """Queries, keys or values `[B, T, H, K]` in float32 at least, of unit length if wanted."""
     if usable(x):
         return widened(x, unit)
     return l2_normalize(widen(x)) if unit else widen(x)
 
 
-def _on_cpu(*arguments: Any) -> bool:
+def on_cpu(*arguments: Any) -> bool:
     """Whether all tensors lie on a CPU, and nobody needs to see through the function."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     return all(x.device.type == "cpu" for x in tensors) and not watched.by_transforms()

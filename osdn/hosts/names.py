@@ -1,22 +1,23 @@
 """`osdn.accelerate()`: puts our operators under the names that delta-rule layers of `transformers` call.
 
-A layer's forward looks these names up in its own module each time it runs.  So models that were built earlier
-follow, and `undo` is to put the originals back.  A family that is imported later is reached as its import
-ends, by an import hook that knows eight names; nothing is imported for its own sake.
+A layer's forward looks these names up in its own module each time it runs, and the forward of its norm in the
+norm's class.  So models that were built earlier follow, and `undo` is to put the originals back.  A family
+that is imported later is reached as its import ends, by an import hook that knows eight names and that of
+flash-linear-attention, which has a registry (`registry.py`); nothing is imported for its own sake.
 """
 
 import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from osdn.hosts import functions
+from osdn.hosts import functions, registry
 from osdn.hosts.scaling import configure, switch
 from osdn.layers.preconditioner import PreconditionerConfig
 from osdn.ops import checks
@@ -50,8 +51,9 @@ def accelerate(
 ) -> list[str]:
     """Run the delta-rule models of `transformers` on our CPU kernels, or put the originals back.
 
-    Models that exist already and models that are loaded later are both served.  Tensors on other devices
-    take the original functions.  Calling it again changes nothing.
+    Models that exist already and models that are loaded later are both served, and so are the layers of
+    flash-linear-attention if it is there.  Tensors on other devices take the original functions.  Calling it
+    again changes nothing.
 
     Args:
         model: a loaded model, to switch online scaling on or off in it.
@@ -59,7 +61,8 @@ def accelerate(
         undo: restore every function that was replaced; with `model`, only switch its online scaling off.
 
     Returns:
-        The families reached among those imported so far; with `undo`, those that were restored.
+        The families reached among those imported so far, and "fla" if it is one; with `undo`, those that were
+        restored.
 
     >>> from transformers import Qwen3NextForCausalLM
     >>> "qwen3_next" in accelerate()
@@ -79,7 +82,7 @@ def accelerate(
             "fast already, and have a preconditioner in their configuration"
         )
     config = None if preconditioner is None else configure(preconditioner)
-    for name in MODULES:
+    for name in (*MODULES, registry.PACKAGE):
         if name in sys.modules:
             importlib.import_module(name)  # waits for an import under way in another thread
     with replacing:
@@ -89,7 +92,7 @@ def accelerate(
             return _restore() if model is None else []
         if _LaterImports not in sys.meta_path:
             sys.meta_path.insert(0, _LaterImports)
-        for name in MODULES:
+        for name in (*MODULES, registry.PACKAGE):
             if name in sys.modules:
                 _replace(sys.modules[name])
         return _families()
@@ -101,13 +104,25 @@ def _delta_rule_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _replace(module: ModuleType) -> None:
-    norms = [x for name, x in vars(module).items() if name.endswith("RMSNormGated")]
-    places: list[tuple[ModuleType | type, str, Any]] = [(x, "forward", functions.gated_norm) for x in norms]
-    places += [(module, name, make) for name, make in REPLACEMENTS.items() if hasattr(module, name)]
-    for owner, name, make in places:
-        if (owner, name) not in _originals:
-            original = _originals[owner, name] = getattr(owner, name)
-            setattr(owner, name, make(original))
+    if module.__name__ == registry.PACKAGE:
+        if registry.enable():
+            forward = "fused_recurrent_gated_delta_rule_fwd"
+            _put(sys.modules[registry.RECURRENT], forward, registry.fused_recurrent_forward)
+        return
+    for name, make in REPLACEMENTS.items():
+        if hasattr(module, name):
+            _put(module, name, make)
+    for name, value in vars(module).items():
+        if name.endswith("RMSNormGated"):
+            _put(value, "forward", functions.gated_norm)
+
+
+def _put(
+    owner: ModuleType | type, name: str, make: Callable[[functions.Function], functions.Function]
+) -> None:
+    if (owner, name) not in _originals:
+        original = _originals[owner, name] = getattr(owner, name)
+        setattr(owner, name, make(original))
 
 
 def _restore() -> list[str]:
@@ -117,12 +132,13 @@ def _restore() -> list[str]:
     for (owner, name), original in _originals.items():
         setattr(owner, name, original)
     _originals.clear()
+    registry.disable()
     return families
 
 
 def _families() -> list[str]:
-    reached = {MODULES[owner.__name__] for owner, _ in _originals if isinstance(owner, ModuleType)}
-    return [family for family in FAMILIES if family in reached]
+    reached = {MODULES.get(owner.__name__) for owner, _ in _originals}
+    return [*(x for x in FAMILIES if x in reached), *([registry.PACKAGE] if registry.enabled else [])]
 
 
 class _LaterImports:
@@ -132,7 +148,8 @@ class _LaterImports:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name in MODULES else None
+        known = name in MODULES or name == registry.PACKAGE
+        spec = PathFinder.find_spec(name, path, target) if known else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -1,5 +1,7 @@
 """Arithmetic that half precision cannot carry: decays, gates near one, and sums of squares in norms."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -7,7 +9,7 @@ from torch.nn import functional as F
 from osdn.ops.cpu.convolution import usable
 from osdn.ops.cpu.gated_norm import gated_rms_norm
 
-GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 def widen(x: Tensor) -> Tensor:
@@ -41,6 +43,7 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         if usable(x) and (gate is None or gate.dtype == x.dtype):
+            assert self.eps is not None  # the constructor wants one
             return gated_rms_norm(x, self.weight, gate, activation=self.activation, eps=self.eps)
         y = super().forward(x)
-        return y if self.activation is None else y * GATES[self.activation](gate)
+        return y if self.activation is None or gate is None else y * GATES[self.activation](gate)

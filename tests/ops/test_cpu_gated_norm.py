@@ -123,7 +123,10 @@ def test_the_result_does_not_depend_on_the_number_of_threads():
         ({"weight": torch.zeros(3)}, "weight has shape .3."),
         ({"gate": torch.zeros(2, 5)}, "gate is torch.float32, .2, 5., on cpu; it must be like x"),
         ({"gate": torch.zeros(2, 4).bfloat16()}, "gate is torch.bfloat16"),
-        ({"gate": None}, "activation is 'silu'; it must be 'silu' or 'sigmoid' with a gate, and None without"),
+        (
+            {"gate": None},
+            "activation is 'silu'; it must be 'silu' or 'sigmoid' with a gate, and None without",
+        ),
         ({"activation": "relu"}, "activation is 'relu'"),
     ],
 )

@@ -10,14 +10,15 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from osdn.hosts import functions, registry
+from osdn.hosts import functions, mapping, registry
 from osdn.hosts.scaling import configure, switch
 from osdn.layers.preconditioner import PreconditionerConfig
 from osdn.ops import checks
@@ -92,6 +93,7 @@ def accelerate(
             return _restore() if model is None else []
         if _LaterImports not in sys.meta_path:
             sys.meta_path.insert(0, _LaterImports)
+        mapping.active = True
         for name in (*MODULES, registry.PACKAGE):
             if name in sys.modules:
                 _replace(sys.modules[name])
@@ -111,15 +113,14 @@ def _replace(module: ModuleType) -> None:
         return
     for name, make in REPLACEMENTS.items():
         if hasattr(module, name):
-            _put(module, name, make)
+            _put(module, name, partial(mapping.route, make=make, listed=name in RECURRENCES))
     for name, value in vars(module).items():
         if name.endswith("RMSNormGated"):
+            mapping.follow(value)
             _put(value, "forward", functions.gated_norm)
 
 
-def _put(
-    owner: ModuleType | type, name: str, make: Callable[[functions.Function], functions.Function]
-) -> None:
+def _put(owner: ModuleType | type, name: str, make: functions.Function) -> None:
     if (owner, name) not in _originals:
         original = _originals[owner, name] = getattr(owner, name)
         setattr(owner, name, make(original))
@@ -133,6 +134,7 @@ def _restore() -> list[str]:
         setattr(owner, name, original)
     _originals.clear()
     registry.disable()
+    mapping.active = False
     return families
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from osdn.hosts.scaling import Scaling
 from osdn.layers.precision import l2_normalize, widen
-from osdn.ops import delta_rule, online_scaled_delta_rule, watched
+from osdn.ops import delta_rule, watched
 from osdn.ops.cpu.convolution import convolution_step, short_convolution, usable
 from osdn.ops.cpu.gated_norm import gated_rms_norm
 from osdn.ops.cpu.normalization import widened
@@ -33,7 +33,7 @@ class Current(threading.local):
     """Of the layer that this thread is in."""
 
     cu_seqlens: Tensor | None = None  # where position ids start again
-    scaling: Scaling | None = None  # if it has online scaling
+    scaling: Scaling | None = None  # if it has a preconditioner
 
 
 current = Current()
@@ -61,12 +61,8 @@ def recurrence(original: Function) -> Function:
             "output_final_state": bool(kwargs.get("output_final_state")),
             "cu_seqlens": cu_seqlens,
         }
-        if scaling is None:
-            out, state = delta_rule(q, k, v, beta, **shared)
-        else:
-            settings = scaling.arguments(log_decay, continued=shared["initial_state"] is not None)
-            out, state, scale = online_scaled_delta_rule(q, k, v, beta, **settings, **shared)
-            scaling.keep(scale)
+        rule = delta_rule if scaling is None else scaling.delta_rule
+        out, state = rule(q, k, v, beta, **shared)
         return out.view(B, T, *out.shape[2:]).to(query.dtype), state
 
     return replacement

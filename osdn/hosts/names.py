@@ -20,7 +20,7 @@ from torch import nn
 
 from osdn.hosts import functions, mapping, registry
 from osdn.hosts.scaling import configure, switch
-from osdn.layers.preconditioner import PreconditionerConfig
+from osdn.layers.preconditioner import Settings
 from osdn.ops import checks
 
 FAMILIES = (
@@ -47,7 +47,7 @@ _originals: dict[tuple[ModuleType | type, str], Any] = {}  # by module or class,
 def accelerate(
     model: nn.Module | None = None,
     *,
-    preconditioner: PreconditionerConfig | Mapping[str, Any] | None = None,
+    preconditioner: Settings | Mapping[str, Any] | None = None,
     undo: bool = False,
 ) -> list[str]:
     """Run the delta-rule models of `transformers` on our CPU kernels, or put the originals back.
@@ -57,9 +57,10 @@ def accelerate(
     again changes nothing.
 
     Args:
-        model: a loaded model, to switch online scaling on or off in it.
-        preconditioner: settings of online scaling for every delta-rule layer of `model`, on any device.
-        undo: restore every function that was replaced; with `model`, only switch its online scaling off.
+        model: a loaded model, to switch a preconditioner on or off in it.
+        preconditioner: settings of online scaling, or of Newton's method (`{"rule": "newton"}`), for every
+            delta-rule layer of `model`, on any device.
+        undo: restore every function that was replaced; with `model`, only switch its preconditioner off.
 
     Returns:
         The families reached among those imported so far, and "fla" if it is one; with `undo`, those that were

@@ -21,6 +21,7 @@ from osdn.hosts.scaling import Scaling
 from osdn.layers.precision import l2_normalize, widen
 from osdn.ops import delta_rule, watched
 from osdn.ops.cpu.convolution import convolution_step, short_convolution, usable
+from osdn.ops.cpu.decay import log_decay
 from osdn.ops.cpu.gated_norm import gated_rms_norm
 from osdn.ops.cpu.normalization import widened
 
@@ -185,6 +186,33 @@ def gated_norm(original: Function) -> Function:
         return original(self, hidden_states, gate)
 
     return replacement
+
+
+def forget_gate(original: Function) -> Function:
+    """The forward of the module that makes the decay of every key channel from a layer's input."""
+
+    @wraps(original)
+    def replacement(self: Any, hidden_states: Tensor) -> Tensor:
+        if not usable(hidden_states) or not on_cpu(self.A_log, self.dt_bias):
+            return original(self, hidden_states)
+        if hasattr(self, "f_proj"):
+            x, bound = self.f_proj(hidden_states), self.lower_bound if self.safe_gate else None
+        else:
+            x = self.f_b_proj(self.f_a_proj(hidden_states))
+            bound = getattr(self, "safe_gate_lower_bound", None)
+        return channel_decay(x.unflatten(-1, (-1, self.head_dim)), self.A_log, self.dt_bias, bound)
+
+    return replacement
+
+
+def channel_decay(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None) -> Tensor:
+    """The logarithm of the decay of every key channel, `[B, T, HV, K]`, or of every head, `[B, T, HV]`."""
+    flat = x.flatten(2)
+    if A_log is None:
+        rate = torch.ones(flat.shape[2])
+    else:
+        rate = widen(A_log).exp().flatten().repeat_interleave(flat.shape[2] // A_log.numel())
+    return log_decay(flat, rate, None if dt_bias is None else dt_bias.flatten(), bound).view(x.shape)
 
 
 def prepared(x: Tensor, unit: bool) -> Tensor:

@@ -46,15 +46,15 @@ def route(original: Any, make: Function, listed: bool) -> Function:
     return replacement
 
 
-def follow(norm: Any) -> None:
-    """Have norms of a model that asks for kernels call the forward of their class, which we replace."""
-    if not hasattr(norm, "kernel_layer_name"):
+def follow(owner: Any) -> None:
+    """Have modules of a model that asks for kernels call the forward of their class, which we replace."""
+    if not hasattr(owner, "kernel_layer_name"):
         return
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
 
-    _register(norm.kernel_layer_name, _with_signature(forward, norm))
+    _register(owner.kernel_layer_name, _with_signature(forward, owner))
 
 
 def _register(name: str, layer: type[nn.Module]) -> None:

@@ -1,9 +1,9 @@
 """`osdn.accelerate()`: puts our operators under the names that delta-rule layers of `transformers` call.
 
-A layer's forward looks these names up in its own module each time it runs, and the forward of its norm in the
-norm's class.  So models that were built earlier follow, and `undo` is to put the originals back.  A family
-that is imported later is reached as its import ends, by an import hook that knows eight names and that of
-flash-linear-attention, which has a registry (`registry.py`); nothing is imported for its own sake.
+A layer's forward looks these names up in its own module each time it runs, and the forwards of its norm and
+its forget gate in their classes.  So models that were built earlier follow, and `undo` is to put the originals
+back.  A family that is imported later is reached as its import ends, by an import hook that knows eight names
+and that of flash-linear-attention, which has a registry (`registry.py`); nothing is imported for its own sake.
 """
 
 import importlib
@@ -39,6 +39,10 @@ REPLACEMENTS = {
     "create_recurrent_attention_mask": functions.recurrent_mask,
     "apply_mask_to_padding_states": functions.padding,
 }
+FORWARDS = {
+    "RMSNormGated": functions.gated_norm,
+    "ForgetGate": functions.forget_gate,
+}  # by a class's last name
 
 replacing = threading.RLock()  # held while names in modules of `transformers` change
 _originals: dict[tuple[ModuleType | type, str], Any] = {}  # by module or class, and name
@@ -115,10 +119,10 @@ def _replace(module: ModuleType) -> None:
     for name, make in REPLACEMENTS.items():
         if hasattr(module, name):
             _put(module, name, partial(mapping.route, make=make, listed=name in RECURRENCES))
-    for name, value in vars(module).items():
-        if name.endswith("RMSNormGated"):
-            mapping.follow(value)
-            _put(value, "forward", functions.gated_norm)
+    for last, make in FORWARDS.items():
+        for owner in [x for name, x in vars(module).items() if name.endswith(last)]:
+            mapping.follow(owner)
+            _put(owner, "forward", make)
 
 
 def _put(owner: ModuleType | type, name: str, make: functions.Function) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from osdn.hosts.functions import ACTIVATIONS, GATES, Function, on_cpu, prepared
+from osdn.hosts.functions import ACTIVATIONS, GATES, Function, channel_decay, on_cpu, prepared
 from osdn.layers.precision import widen
 from osdn.ops import delta_rule
 from osdn.ops.cpu.convolution import short_convolution, usable
@@ -98,7 +98,7 @@ def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
     if settings.get("use_gate_in_kernel"):
-        g = _decay(g, settings["A_log"], settings.get("dt_bias"))
+        g = channel_decay(g, settings["A_log"], settings.get("dt_bias"), None)
     return _delta_rule(q, k, v, g, beta, scale, **settings)
 
 
@@ -106,10 +106,7 @@ def chunk_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
     if settings.get("use_gate_in_kernel"):
-        A_log, dt_bias, bound = (settings.get(name) for name in ("A_log", "dt_bias", "lower_bound"))
-        A_log = None if A_log is None else A_log.view(-1, 1)  # a rate per head
-        dt_bias = None if dt_bias is None else dt_bias.view(g.shape[2:])
-        g = _decay(g, A_log, dt_bias, bound)
+        g = channel_decay(g, *(settings.get(name) for name in ("A_log", "dt_bias", "lower_bound")))
     return _delta_rule(q, k, v, g, beta, scale, **settings)
 
 
@@ -182,15 +179,6 @@ def _delta_rule(
     if state is not None and state_v_first:
         state = state.mT.contiguous()
     return out.to(q.dtype), state
-
-
-def _decay(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None = None) -> Tensor:
-    """The logarithm of the decay, from what the projection made."""
-    x = widen(x) if dt_bias is None else widen(x) + dt_bias
-    if bound is None:
-        assert A_log is not None
-        return -widen(A_log).exp() * F.softplus(x)
-    return bound * torch.sigmoid(x if A_log is None else widen(A_log).exp() * x)
 
 
 def _gradients(

@@ -83,7 +83,7 @@ def configure(settings: Settings | Mapping[str, Any]) -> PreconditionerConfig | 
         if isinstance(value, str) and value != "tied":
             raise ValueError(
                 f"preconditioner has {name}={value!r}, which needs parameters that this model does not have. "
-                'A loaded model can have a retention of None, a number or "tied", and the usual initial scale; '
+                'A loaded model can have a retention of None, a number or "tied", and no learned scale; '
                 "train a model of osdn for the others"
             )
     return config

@@ -28,6 +28,8 @@ from osdn.layers.preconditioner import (
     first_decay,
 )
 from osdn.ops import checks, delta_rule
+from osdn.ops.cpu.convolution import usable
+from osdn.ops.cpu.decay import log_decay
 from osdn.ops.operators import check_backend
 
 
@@ -291,8 +293,12 @@ class DecayingMixer(TokenMixer):
         return first_decay(self.A_log.shape, self.dt_bias.shape, self.rates)
 
     def _decay(self, f: Tensor) -> Tensor:  # [B, T, HV * n] -> [B, T, HV, n]
+        rate = widen(self.A_log).exp()
+        if usable(f):
+            every = rate.repeat_interleave(f.shape[-1] // len(rate))
+            return log_decay(f, every, self.dt_bias).unflatten(-1, (self.num_v_heads, -1))
         steps = F.softplus(widen(f) + self.dt_bias)
-        return -widen(self.A_log).exp()[:, None] * steps.unflatten(-1, (self.num_v_heads, -1))
+        return -rate[:, None] * steps.unflatten(-1, (self.num_v_heads, -1))
 
 
 class GatedDeltaNet(DecayingMixer):

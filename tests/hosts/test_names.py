@@ -9,7 +9,7 @@ import torch
 
 import osdn
 from osdn.analysis.capture import capture
-from osdn.hosts.names import FAMILIES, REPLACEMENTS
+from osdn.hosts.names import FAMILIES, FORWARDS, REPLACEMENTS
 from tests.hosts.families import make, module, tokens
 
 
@@ -21,7 +21,7 @@ def names():
         (family, name): x.forward
         for family in FAMILIES
         for name, x in vars(module(family)).items()
-        if name.endswith("RMSNormGated")
+        if name.endswith(tuple(FORWARDS))
     }
 
 
@@ -46,6 +46,9 @@ def test_a_family_calls_no_function_that_we_do_not_know():
     for family in FAMILIES:
         known = {name for name in REPLACEMENTS if hasattr(module(family), name)}
         assert len(known) == 6, (family, known)
+        classes = [name for name in vars(module(family)) if name.endswith(tuple(FORWARDS))]
+        decays = family in ("kimi_linear", "bailing_hybrid", "glm5_next")  # by a module of their own
+        assert len(classes) == (2 if decays else 1), (family, classes)
 
 
 def test_no_family_is_imported_and_later_ones_are_reached():

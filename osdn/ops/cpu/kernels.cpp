@@ -23,6 +23,7 @@
 
 #include "backward.h"
 #include "convolution.h"
+#include "decay.h"
 #include "forward.h"
 #include "gated_norm.h"
 #include "normalize.h"
@@ -107,14 +108,28 @@ int over_tokens(const Rows& call, bool back) {
                     [&](int64_t item) { normalize_item<REAL>(call, item, back); });
 }
 
-int over_rows(const GatedNorm& call, bool back) {
-    const int64_t work = (back ? 32 : 12) * call.rows * call.D;
-    return for_each((call.rows + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM,
+// Rows of a call, some per item, each costing about `work_per_element`; f(Element{}, item) for every item.
+template <class C, class F>
+int over_rows(const C& call, int64_t columns, int64_t rows_per_item, int64_t work_per_element, F&& f) {
+    const int64_t work = work_per_element * call.rows * columns;
+    return for_each((call.rows + rows_per_item - 1) / rows_per_item,
                     std::max<int64_t>(1, std::min(call.threads, work / GRAIN)), [&](int64_t item) {
                         if constexpr (sizeof(REAL) == sizeof(float))
-                            if (call.half) return gated_norm_item<REAL, Half>(call, item, back);
-                        gated_norm_item<REAL, REAL>(call, item, back);
+                            if (call.half) return f(Half{}, item);
+                        f(REAL{}, item);
                     });
+}
+
+int gated_norm(const GatedNorm& call, bool back) {
+    return over_rows(call, call.D, ROWS_PER_ITEM, back ? 32 : 12, [&](auto element, int64_t item) {
+        gated_norm_item<REAL, decltype(element)>(call, item, back);
+    });
+}
+
+int decay(const Decay& call, bool back) {
+    return over_rows(call, call.C, DECAYS_PER_ITEM, back ? 48 : 24, [&](auto element, int64_t item) {
+        decay_item<REAL, decltype(element)>(call, item, back);
+    });
 }
 
 }  // namespace
@@ -144,6 +159,8 @@ int osdn_convolution_step(const Convolution* call) {
 }
 int osdn_rows(const Rows* call) { return over_tokens(*call, false); }
 int osdn_rows_back(const Rows* call) { return over_tokens(*call, true); }
-int osdn_gated_norm(const GatedNorm* call) { return over_rows(*call, false); }
-int osdn_gated_norm_back(const GatedNorm* call) { return over_rows(*call, true); }
+int osdn_gated_norm(const GatedNorm* call) { return gated_norm(*call, false); }
+int osdn_gated_norm_back(const GatedNorm* call) { return gated_norm(*call, true); }
+int osdn_decay(const Decay* call) { return decay(*call, false); }
+int osdn_decay_back(const Decay* call) { return decay(*call, true); }
 }

@@ -1,9 +1,10 @@
 """`osdn.accelerate()`: puts our operators under the names that delta-rule layers of `transformers` call.
 
 A layer's forward looks these names up in its own module each time it runs, and the forwards of its norm and
-its forget gate in their classes.  So models that were built earlier follow, and `undo` is to put the originals
-back.  A family that is imported later is reached as its import ends, by an import hook that knows eight names
-and that of flash-linear-attention, which has a registry (`registry.py`); nothing is imported for its own sake.
+its forget gate in their classes.  So models that were built earlier follow, and `undo` is to put the
+originals back.  A family that is imported later is reached as its import ends, by an import hook that knows
+eight names and that of flash-linear-attention, which has a registry (`registry.py`); nothing is imported for
+its own sake.
 """
 
 import importlib

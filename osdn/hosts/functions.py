@@ -19,19 +19,22 @@ from torch import Tensor
 
 from osdn.hosts.scaling import Scaling
 from osdn.layers.precision import l2_normalize, widen
-from osdn.ops import delta_rule, online_scaled_delta_rule, watched
+from osdn.ops import delta_rule, watched
 from osdn.ops.cpu.convolution import convolution_step, short_convolution, usable
+from osdn.ops.cpu.decay import log_decay
+from osdn.ops.cpu.gated_norm import gated_rms_norm
 from osdn.ops.cpu.normalization import widened
 
 Function = Callable[..., Any]
 ACTIVATIONS = (None, "silu", "swish")  # that the convolution's kernel knows
+GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # that the norm's kernel knows
 
 
 class Current(threading.local):
     """Of the layer that this thread is in."""
 
     cu_seqlens: Tensor | None = None  # where position ids start again
-    scaling: Scaling | None = None  # if it has online scaling
+    scaling: Scaling | None = None  # if it has a preconditioner
 
 
 current = Current()
@@ -43,12 +46,12 @@ def recurrence(original: Function) -> Function:
     @wraps(original)
     def replacement(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         scaling = None if torch.compiler.is_compiling() else current.scaling
-        if scaling is None and (args or not _on_cpu(query, key, value, *kwargs.values())):
+        if scaling is None and (args or not on_cpu(query, key, value, *kwargs.values())):
             return original(query, key, value, *args, **kwargs)
         B, T = query.shape[:2]
         cu_seqlens, current.cu_seqlens = _boundaries(kwargs), None  # the layer has no further use for it
         unit = bool(kwargs.get("use_qk_l2norm_in_kernel"))
-        wide = [_wide(query, unit), _wide(key, unit), _wide(value, False)]
+        wide = [prepared(query, unit), prepared(key, unit), prepared(value, False)]
         tensors = [*wide, kwargs["beta"], kwargs["g"]]
         if cu_seqlens is not None and B > 1:  # rows of several sequences each: one row of them all
             tensors = [x.flatten(0, 1)[None] for x in tensors]
@@ -59,12 +62,8 @@ def recurrence(original: Function) -> Function:
             "output_final_state": bool(kwargs.get("output_final_state")),
             "cu_seqlens": cu_seqlens,
         }
-        if scaling is None:
-            out, state = delta_rule(q, k, v, beta, **shared)
-        else:
-            settings = scaling.arguments(log_decay, continued=shared["initial_state"] is not None)
-            out, state, scale = online_scaled_delta_rule(q, k, v, beta, **settings, **shared)
-            scaling.keep(scale)
+        rule = delta_rule if scaling is None else scaling.delta_rule
+        out, state = rule(q, k, v, beta, **shared)
         return out.view(B, T, *out.shape[2:]).to(query.dtype), state
 
     return replacement
@@ -83,7 +82,7 @@ def convolution(original: Function) -> Function:
     ) -> Tensor:
         x = hidden_states.mT  # [B, T, D]
         B, T, D = x.shape
-        cu_seqlens = _boundaries(kwargs) if _on_cpu(x) else None
+        cu_seqlens = _boundaries(kwargs) if on_cpu(x) else None
         if cu_seqlens is not None and B > 1:  # rows of several sequences each: one row of them all
             x = x.reshape(1, B * T, D)
         if usable(x) and activation in ACTIVATIONS:
@@ -138,7 +137,7 @@ def recurrent_mask(original: Function) -> Function:
         asked = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         if mask is not None or asked != (None, None) or position_ids is None or embeds is None:
             return mask
-        if torch.compiler.is_compiling() or not _on_cpu(position_ids, embeds) or position_ids.ndim != 2:
+        if torch.compiler.is_compiling() or not on_cpu(position_ids, embeds) or position_ids.ndim != 2:
             return mask
         # attention layers look for packed sequences under the same conditions
         position_ids = position_ids.expand(embeds.shape[:2])
@@ -167,14 +166,63 @@ def padding(original: Function) -> Function:
     return replacement
 
 
-def _wide(x: Tensor, unit: bool) -> Tensor:
+def gated_norm(original: Function) -> Function:
+    """The forward of the module that normalises and gates what the recurrence returns."""
+
+    @wraps(original)
+    def replacement(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if (
+            gate is not None
+            and self.activation in GATES
+            and usable(hidden_states)
+            and gate.dtype == hidden_states.dtype
+            and gate.shape == hidden_states.shape
+            and on_cpu(gate, self.weight)
+        ):
+            activation = GATES[self.activation]
+            return gated_rms_norm(
+                hidden_states, self.weight, gate, activation=activation, eps=self.variance_epsilon
+            )
+        return original(self, hidden_states, gate)
+
+    return replacement
+
+
+def forget_gate(original: Function) -> Function:
+    """The forward of the module that makes the decay of every key channel from a layer's input."""
+
+    @wraps(original)
+    def replacement(self: Any, hidden_states: Tensor) -> Tensor:
+        if not usable(hidden_states) or not on_cpu(self.A_log, self.dt_bias):
+            return original(self, hidden_states)
+        if hasattr(self, "f_proj"):
+            x, bound = self.f_proj(hidden_states), self.lower_bound if self.safe_gate else None
+        else:
+            x = self.f_b_proj(self.f_a_proj(hidden_states))
+            bound = getattr(self, "safe_gate_lower_bound", None)
+        return channel_decay(x.unflatten(-1, (-1, self.head_dim)), self.A_log, self.dt_bias, bound)
+
+    return replacement
+
+
+def channel_decay(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None) -> Tensor:
+    """The logarithm of the decay of every key channel, `[B, T, HV, K]`, or of every head, `[B, T, HV]`."""
+    flat = x.flatten(2)
+    if A_log is None:
+        rate = torch.ones(flat.shape[2])
+    else:
+        rate = widen(A_log).exp().flatten().repeat_interleave(flat.shape[2] // A_log.numel())
+    return log_decay(flat, rate, None if dt_bias is None else dt_bias.flatten(), bound).view(x.shape)
+
+
+def prepared(x: Tensor, unit: bool) -> Tensor:
     """Queries, keys or values `[B, T, H, K]` in float32 at least, of unit length if wanted."""
     if usable(x):
         return widened(x, unit)
     return l2_normalize(widen(x)) if unit else widen(x)
 
 
-def _on_cpu(*arguments: Any) -> bool:
+def on_cpu(*arguments: Any) -> bool:
     """Whether all tensors lie on a CPU, and nobody needs to see through the function."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     return all(x.device.type == "cpu" for x in tensors) and not watched.by_transforms()

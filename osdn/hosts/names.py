@@ -1,8 +1,10 @@
 """`osdn.accelerate()`: puts our operators under the names that delta-rule layers of `transformers` call.
 
-A layer's forward looks these names up in its own module each time it runs.  So models that were built earlier
-follow, and `undo` is to put the originals back.  A family that is imported later is reached as its import
-ends, by an import hook that knows eight names; nothing is imported for its own sake.
+A layer's forward looks these names up in its own module each time it runs, and the forwards of its norm and
+its forget gate in their classes.  So models that were built earlier follow, and `undo` is to put the
+originals back.  A family that is imported later is reached as its import ends, by an import hook that knows
+eight names and that of flash-linear-attention, which has a registry (`registry.py`); nothing is imported for
+its own sake.
 """
 
 import importlib
@@ -10,15 +12,16 @@ import inspect
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from osdn.hosts import functions
+from osdn.hosts import functions, mapping, registry
 from osdn.hosts.scaling import configure, switch
-from osdn.layers.preconditioner import PreconditionerConfig
+from osdn.layers.preconditioner import Settings
 from osdn.ops import checks
 
 FAMILIES = (
@@ -37,29 +40,36 @@ REPLACEMENTS = {
     "create_recurrent_attention_mask": functions.recurrent_mask,
     "apply_mask_to_padding_states": functions.padding,
 }
+FORWARDS = {
+    "RMSNormGated": functions.gated_norm,
+    "ForgetGate": functions.forget_gate,
+}  # by a class's last name
 
 replacing = threading.RLock()  # held while names in modules of `transformers` change
-_originals: dict[tuple[ModuleType, str], Any] = {}  # by module and name
+_originals: dict[tuple[ModuleType | type, str], Any] = {}  # by module or class, and name
 
 
 def accelerate(
     model: nn.Module | None = None,
     *,
-    preconditioner: PreconditionerConfig | Mapping[str, Any] | None = None,
+    preconditioner: Settings | Mapping[str, Any] | None = None,
     undo: bool = False,
 ) -> list[str]:
     """Run the delta-rule models of `transformers` on our CPU kernels, or put the originals back.
 
-    Models that exist already and models that are loaded later are both served.  Tensors on other devices
-    take the original functions.  Calling it again changes nothing.
+    Models that exist already and models that are loaded later are both served, and so are the layers of
+    flash-linear-attention if it is there.  Tensors on other devices take the original functions.  Calling it
+    again changes nothing.
 
     Args:
-        model: a loaded model, to switch online scaling on or off in it.
-        preconditioner: settings of online scaling for every delta-rule layer of `model`, on any device.
-        undo: restore every function that was replaced; with `model`, only switch its online scaling off.
+        model: a loaded model, to switch a preconditioner on or off in it.
+        preconditioner: settings of online scaling, or of Newton's method (`{"rule": "newton"}`), for every
+            delta-rule layer of `model`, on any device.
+        undo: restore every function that was replaced; with `model`, only switch its preconditioner off.
 
     Returns:
-        The families reached among those imported so far; with `undo`, those that were restored.
+        The families reached among those imported so far, and "fla" if it is one; with `undo`, those that were
+        restored.
 
     >>> from transformers import Qwen3NextForCausalLM
     >>> "qwen3_next" in accelerate()
@@ -79,7 +89,7 @@ def accelerate(
             "fast already, and have a preconditioner in their configuration"
         )
     config = None if preconditioner is None else configure(preconditioner)
-    for name in MODULES:
+    for name in (*MODULES, registry.PACKAGE):
         if name in sys.modules:
             importlib.import_module(name)  # waits for an import under way in another thread
     with replacing:
@@ -89,7 +99,8 @@ def accelerate(
             return _restore() if model is None else []
         if _LaterImports not in sys.meta_path:
             sys.meta_path.insert(0, _LaterImports)
-        for name in MODULES:
+        mapping.active = True
+        for name in (*MODULES, registry.PACKAGE):
             if name in sys.modules:
                 _replace(sys.modules[name])
         return _families()
@@ -101,25 +112,41 @@ def _delta_rule_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _replace(module: ModuleType) -> None:
+    if module.__name__ == registry.PACKAGE:
+        if registry.enable():
+            forward = "fused_recurrent_gated_delta_rule_fwd"
+            _put(sys.modules[registry.RECURRENT], forward, registry.fused_recurrent_forward)
+        return
     for name, make in REPLACEMENTS.items():
-        if hasattr(module, name) and (module, name) not in _originals:
-            original = _originals[module, name] = getattr(module, name)
-            setattr(module, name, make(original))
+        if hasattr(module, name):
+            _put(module, name, partial(mapping.route, make=make, listed=name in RECURRENCES))
+    for last, make in FORWARDS.items():
+        for owner in [x for name, x in vars(module).items() if name.endswith(last)]:
+            mapping.follow(owner)
+            _put(owner, "forward", make)
+
+
+def _put(owner: ModuleType | type, name: str, make: functions.Function) -> None:
+    if (owner, name) not in _originals:
+        original = _originals[owner, name] = getattr(owner, name)
+        setattr(owner, name, make(original))
 
 
 def _restore() -> list[str]:
     families = _families()
     if _LaterImports in sys.meta_path:
         sys.meta_path.remove(_LaterImports)
-    for (module, name), original in _originals.items():
-        setattr(module, name, original)
+    for (owner, name), original in _originals.items():
+        setattr(owner, name, original)
     _originals.clear()
+    registry.disable()
+    mapping.active = False
     return families
 
 
 def _families() -> list[str]:
-    reached = {MODULES[module.__name__] for module, _ in _originals}
-    return [family for family in FAMILIES if family in reached]
+    reached = {MODULES.get(owner.__name__) for owner, _ in _originals}
+    return [*(x for x in FAMILIES if x in reached), *([registry.PACKAGE] if registry.enabled else [])]
 
 
 class _LaterImports:
@@ -129,7 +156,8 @@ class _LaterImports:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name in MODULES else None
+        known = name in MODULES or name == registry.PACKAGE
+        spec = PathFinder.find_spec(name, path, target) if known else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from osdn.layers import decoding
 from osdn.layers.convolution import ShortConvolution
-from osdn.layers.precision import RMSNorm, l2_normalize, widen
+from osdn.layers.precision import GatedRMSNorm, l2_normalize, widen
 from osdn.layers.preconditioner import (
     OPERATORS,
     NewtonConfig,
@@ -29,6 +29,8 @@ from osdn.layers.preconditioner import (
     first_decay,
 )
 from osdn.ops import checks, delta_rule
+from osdn.ops.cpu.convolution import usable
+from osdn.ops.cpu.decay import log_decay
 from osdn.ops.operators import check_backend
 
 
@@ -119,6 +121,7 @@ class TokenMixer(nn.Module):
 
     has_decay = False
     fuses = False  # whether `step_gates` says all that `log_decay` and `read_out` do
+    output_gate: str | None = None  # the activation of a gate on the output
     rates: tuple[float, float] = (0, 16)  # a decay's exp(A_log) starts as a uniform draw from this range
     preconditioner: Preconditioner | None
 
@@ -155,7 +158,7 @@ class TokenMixer(nn.Module):
         self.k_conv1d = ShortConvolution(key_dim, conv_size)
         self.v_conv1d = ShortConvolution(value_dim, conv_size)
         self.recurrence = Recurrence(backend)
-        self.o_norm = RMSNorm(head_v_dim, eps=norm_eps)
+        self.o_norm = GatedRMSNorm(head_v_dim, norm_eps, self.output_gate)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
         self.preconditioner = None
         if preconditioner is not None:
@@ -304,8 +307,12 @@ class DecayingMixer(TokenMixer):
         return {"decay": decay, "gate": gate, **parameters}
 
     def _decay(self, f: Tensor) -> Tensor:  # [B, T, HV * n] -> [B, T, HV, n]
+        rate = widen(self.A_log).exp()
+        if usable(f):
+            every = rate.repeat_interleave(f.shape[-1] // len(rate))
+            return log_decay(f, every, self.dt_bias).unflatten(-1, (self.num_v_heads, -1))
         steps = F.softplus(widen(f) + self.dt_bias)
-        return -widen(self.A_log).exp()[:, None] * steps.unflatten(-1, (self.num_v_heads, -1))
+        return -rate[:, None] * steps.unflatten(-1, (self.num_v_heads, -1))
 
 
 class GatedDeltaNet(DecayingMixer):
@@ -315,6 +322,7 @@ class GatedDeltaNet(DecayingMixer):
     """
 
     fuses = True
+    output_gate = "silu"
 
     def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(hidden_size, *args, **kwargs)
@@ -326,10 +334,10 @@ class GatedDeltaNet(DecayingMixer):
         return self._decay(self.a_proj(x)).squeeze(-1)  # [B, T, HV]
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.o_norm(o) * F.silu(self.g_proj(x)).unflatten(-1, o.shape[2:])
+        return self.o_norm(o, self.g_proj(x).unflatten(-1, o.shape[2:]))
 
     def step_gates(self, x: Tensor) -> tuple[dict[str, Tensor], str | None]:
-        return self._step_gates(self.a_proj(x), self.g_proj(x)), "silu"
+        return self._step_gates(self.a_proj(x), self.g_proj(x)), self.output_gate
 
 
 class KimiDeltaAttention(DecayingMixer):
@@ -338,6 +346,7 @@ class KimiDeltaAttention(DecayingMixer):
     Its state decays by a number a token, head and key channel; decay and output gate have low rank.
     """
 
+    output_gate = "sigmoid"
     rates = (1, 16)
     fuses = True
 
@@ -358,7 +367,7 @@ class KimiDeltaAttention(DecayingMixer):
         return self._decay(self.f_proj(x))  # [B, T, HV, K]
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.o_norm(o) * self.g_proj(x).sigmoid().unflatten(-1, o.shape[2:])
+        return self.o_norm(o, self.g_proj(x).unflatten(-1, o.shape[2:]))
 
     def step_gates(self, x: Tensor) -> tuple[dict[str, Tensor], str | None]:
-        return self._step_gates(self.f_proj(x), self.g_proj(x)), "sigmoid"
+        return self._step_gates(self.f_proj(x), self.g_proj(x)), self.output_gate

@@ -7,15 +7,21 @@ import torch
 
 import osdn
 from osdn.analysis.capture import capture
-from osdn.ops import online_scaled_delta_rule
+from osdn.ops import delta_rule, newton_delta_rule, online_scaled_delta_rule
 from tests.hosts.families import FAMILIES, make, tokens
 
 families = pytest.mark.parametrize("family", FAMILIES)
 STRONG = {"eta": 2.0}  # with which the scale reaches its bounds within a few tokens
+NEWTON = {"rule": "newton", "prior": 3.0, "block_size": 2, "retention": 0.9}
+both = pytest.mark.parametrize("settings", [STRONG, NEWTON])
 
 
 @pytest.mark.parametrize(
-    "settings", [STRONG, STRONG | {"retention": "tied"}, {"retention": 0.9, "bounds": None}]
+    "settings",
+    [
+        *(STRONG, STRONG | {"retention": "tied"}, {"retention": 0.9, "bounds": None}),
+        *(NEWTON, {"rule": "newton"}, {"rule": "newton", "block_size": 3, "retention": "tied"}),
+    ],
 )
 @families
 def test_layers_compute_the_reference(family, settings):
@@ -25,21 +31,27 @@ def test_layers_compute_the_reference(family, settings):
     assert len(layers) == 2
     for layer in layers:
         p = layer.problem
-        retention = settings.get("retention")
-        arguments = settings | {"retention": p.log_decay.exp() if retention == "tied" else retention}
-        expected, _, _ = online_scaled_delta_rule(
-            layer.q, p.k, p.v, p.beta, log_decay=p.log_decay, backend="reference", **arguments
-        )
-        plain, _, _ = online_scaled_delta_rule(layer.q, p.k, p.v, p.beta, log_decay=p.log_decay, eta=0.0)
+        arguments, operator = dict(settings), online_scaled_delta_rule
+        if arguments.pop("rule", None):
+            operator = newton_delta_rule
+        if settings.get("retention") == "tied":
+            decay = p.log_decay
+            if decay.ndim == 4 and operator is newton_delta_rule:  # one per block
+                decay = decay.unflatten(-1, (-1, settings["block_size"])).mean(-1)
+            arguments["retention"] = decay.exp()
+        inputs = (layer.q, p.k, p.v, p.beta)
+        expected, _, _ = operator(*inputs, log_decay=p.log_decay, backend="reference", **arguments)
+        plain, _ = delta_rule(*inputs, log_decay=p.log_decay)
         torch.testing.assert_close(layer.output, expected, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(expected, plain, rtol=1e-3, atol=1e-3)
 
 
+@both
 @families
 @torch.no_grad()
-def test_pieces_and_single_tokens_give_what_one_forward_gives(family):
+def test_pieces_and_single_tokens_give_what_one_forward_gives(family, settings):
     model, ids = make(family), tokens(2, 21)
-    osdn.accelerate(model, preconditioner=STRONG)
+    osdn.accelerate(model, preconditioner=settings)
     whole = model(ids, use_cache=False).logits
     cache, pieces = None, []
     for piece in ids.split([9, 7, 1, 1, 1, 2], 1):
@@ -49,18 +61,22 @@ def test_pieces_and_single_tokens_give_what_one_forward_gives(family):
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-3, atol=1e-3)
 
 
-@families
-def test_beam_search_takes_the_scales_along(family):
+@pytest.mark.parametrize(
+    ("family", "preconditioner"),
+    [*((family, STRONG) for family in FAMILIES), ("qwen3_5", NEWTON), ("kimi_linear", NEWTON)],
+)
+def test_beam_search_takes_along_what_is_carried(family, preconditioner):
     model, ids = make(family), tokens(2, 9)
-    osdn.accelerate(model, preconditioner=STRONG)
+    osdn.accelerate(model, preconditioner=preconditioner)
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 3}
     cached = model.generate(ids, **settings)
     assert torch.equal(cached, model.generate(ids, use_cache=False, **settings))
 
 
-def test_packed_sequences_are_each_alone():
+@both
+def test_packed_sequences_are_each_alone(settings):
     model, ids = make("kimi_linear"), tokens(1, 12)
-    osdn.accelerate(model, preconditioner=STRONG)
+    osdn.accelerate(model, preconditioner=settings)
     position_ids = torch.cat([torch.arange(5), torch.arange(7)])[None]
     packed = model(ids, position_ids=position_ids, use_cache=False).logits
     alone = [model(ids[:, :5], use_cache=False).logits, model(ids[:, 5:], use_cache=False).logits]
@@ -86,7 +102,7 @@ def test_a_model_whose_functions_were_restored_does_not_go_on_without_it():
     model = make("qwen3_5")
     osdn.accelerate(model, preconditioner=STRONG)
     osdn.accelerate(undo=True)
-    with pytest.raises(RuntimeError, match="online scaling is switched on in this model, but"):
+    with pytest.raises(RuntimeError, match="a preconditioner is switched on in this model, but"):
         model(tokens(1, 5))
 
 
@@ -95,10 +111,12 @@ def test_a_model_whose_functions_were_restored_does_not_go_on_without_it():
     [
         (
             {"preconditioner": {"retention": "learned"}},
-            "retention='learned', which needs more than this model",
+            "retention='learned', which needs parameters that this model does not have",
         ),
-        ({"preconditioner": {"initial_scale": "free"}}, "initial_scale='free', which needs more than this"),
-        ({"preconditioner": {"rule": "newton"}}, "a loaded model can have the rule hypergradient"),
+        ({"preconditioner": {"initial_scale": "free"}}, "initial_scale='free', which needs parameters"),
+        ({"preconditioner": {"rule": "newton", "retention": "learned"}}, "retention='learned', which needs"),
+        ({"preconditioner": {"rule": "newton", "block_size": 4}}, "block_size is 4; it must divide the 6"),
+        ({"preconditioner": {"rule": "pgdn"}}, "the rule pgdn, whose gates are parameters"),
         ({"preconditioner": {"eat": 1}}, "preconditioner has no setting eat"),
         ({"preconditioner": STRONG, "undo": True}, "preconditioner goes with a model, and not with undo"),
     ],
@@ -106,7 +124,7 @@ def test_a_model_whose_functions_were_restored_does_not_go_on_without_it():
 def test_what_cannot_be_is_told(arguments, message):
     with pytest.raises(ValueError, match=message):
         osdn.accelerate(make("qwen3_5"), **arguments)
-    with pytest.raises(ValueError, match="preconditioner"):
+    with pytest.raises(ValueError, match="preconditioner goes with a model"):
         osdn.accelerate(**arguments)
 
 

@@ -8,7 +8,9 @@
 #include <cmath>
 
 #include "convolution.h"
+#include "decay.h"
 #include "forward.h"
+#include "gated_norm.h"
 
 #define DECLARE_STEP(...)         \
     struct Step {                 \
@@ -29,29 +31,11 @@ DECLARE_STEP(
     int64_t rule, beta_aware, element, decay_element, norm_element, threads;  // elements of A_log and dt_bias; of norm
     double eta, low, high, eps, constant_retention, write_scale, norm_eps, output_scale;)
 extern "C" const int64_t osdn_step_size = sizeof(Step);
-enum { SILU = 1, SIGMOID = 2 };  // the output gate
-enum { TIED = 3 };               // the retention
+enum { TIED = 3 };  // the retention
 
 namespace {
 
 thread_local Scratch step_scratch;  // that of the recurrence is divided anew
-
-// log(1 + e) for e between 0 and 1: twice the inverse hyperbolic tangent of e / (2 + e), a third at most.
-template <class R>
-INLINE Vec<R> log_plus_one(Vec<R> e) {
-    constexpr int terms = std::is_same_v<R, float> ? 8 : 17;
-    const Vec<R> z = e / (2 + e), z2 = z * z;
-    Vec<R> series = splat(R(2) / R(2 * terms + 1));
-    UNROLL
-    for (int i = terms - 1; i >= 0; i--) series = series * z2 + R(2) / R(2 * i + 1);
-    return z * series;
-}
-template <class R>
-INLINE Vec<R> softplus(Vec<R> x) {
-    const Vec<R> more = x > 0 ? x : Vec<R>{};
-    const Vec<R> result = more + log_plus_one<R>(exponential<R>(-magnitude<R>(x)));
-    return x == x ? result : x;
-}
 
 template <class R, class E>
 struct StepHead {

@@ -23,8 +23,10 @@
 
 #include "backward.h"
 #include "convolution.h"
+#include "decay.h"
 #include "decode_step.h"
 #include "forward.h"
+#include "gated_norm.h"
 #include "normalize.h"
 #include "row_product.h"
 
@@ -126,6 +128,28 @@ int row_product(const Product& call) {
     return failed;
 }
 
+// Rows of a call, some per item, each costing about `work_per_element`; f(Element{}, item) for every item.
+template <class C, class F>
+int over_rows(const C& call, int64_t columns, int64_t rows_per_item, int64_t work_per_element, F&& f) {
+    const int64_t work = work_per_element * call.rows * columns;
+    return for_each((call.rows + rows_per_item - 1) / rows_per_item,
+                    std::max<int64_t>(1, std::min(call.threads, work / GRAIN)), [&](int64_t item) {
+                        with_element<REAL>(call.element, [&](auto element) { f(element, item); });
+                    });
+}
+
+int gated_norm(const GatedNorm& call, bool back) {
+    return over_rows(call, call.D, ROWS_PER_ITEM, back ? 32 : 12, [&](auto element, int64_t item) {
+        gated_norm_item<REAL, decltype(element)>(call, item, back);
+    });
+}
+
+int decay(const Decay& call, bool back) {
+    return over_rows(call, call.C, DECAYS_PER_ITEM, back ? 48 : 24, [&](auto element, int64_t item) {
+        decay_item<REAL, decltype(element)>(call, item, back);
+    });
+}
+
 }  // namespace
 
 // REAL is float or double: one library each, so that nobody waits for the one they do not use.
@@ -159,4 +183,8 @@ int osdn_step(const Step* call) {
 int osdn_row_product(const Product* call) { return row_product(*call); }
 int osdn_rows(const Rows* call) { return over_tokens(*call, false); }
 int osdn_rows_back(const Rows* call) { return over_tokens(*call, true); }
+int osdn_gated_norm(const GatedNorm* call) { return gated_norm(*call, false); }
+int osdn_gated_norm_back(const GatedNorm* call) { return gated_norm(*call, true); }
+int osdn_decay(const Decay* call) { return decay(*call, false); }
+int osdn_decay_back(const Decay* call) { return decay(*call, true); }
 }

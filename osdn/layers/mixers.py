@@ -7,7 +7,7 @@ computed with.  Parameters are named and shaped as in flash-linear-attention, so
 two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from osdn.layers.preconditioner import (
     PreconditionerConfig,
     Settings,
     first_decay,
+    start_decay,
 )
 from osdn.ops import checks, delta_rule
 from osdn.ops.operators import check_backend
@@ -41,6 +42,11 @@ class MixerState(NamedTuple):
     q_tail: Tensor  # [N, W - 1, H * K], the last inputs of the convolutions
     k_tail: Tensor  # [N, W - 1, H * K]
     v_tail: Tensor  # [N, W - 1, HV * V]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "MixerState":
+        """Of every tensor its image."""
+        states: list[Any] = [None if x is None else function(x) for x in self]
+        return MixerState(*states)
 
 
 class OperatorInputs(NamedTuple):
@@ -283,7 +289,7 @@ class DecayingMixer(TokenMixer):
     def _add_decay_parameters(self, steps: int) -> None:
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(steps))
-        self.A_log.data, self.dt_bias.data = self.initial_decay()
+        start_decay(self.A_log, self.dt_bias, self.rates)
 
     def initial_decay(self) -> tuple[Tensor, Tensor]:
         """Fresh values of `A_log` and `dt_bias`."""

@@ -298,7 +298,7 @@ class PGDNPreconditioner(Preconditioner):
         self.A_log = nn.Parameter(torch.empty(key_heads))
         self.dt_bias = nn.Parameter(torch.empty(key_heads))
         self.center = nn.Parameter(torch.full((key_heads,), float(config.center)))
-        self.A_log.data, self.dt_bias.data = self.initial_decay()
+        start_decay(self.A_log, self.dt_bias, rates)
 
     def initial_decay(self) -> tuple[Tensor, Tensor]:
         return first_decay(self.A_log.shape, self.dt_bias.shape, self.rates)
@@ -330,3 +330,10 @@ def first_decay(A_log: torch.Size, dt_bias: torch.Size, rates: tuple[float, floa
     rate = torch.empty(A_log).uniform_(*rates).clamp_min(1e-6).log()
     dt = torch.empty(dt_bias).uniform_(math.log(0.001), math.log(0.1)).exp().clamp_min(1e-4)
     return rate, dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+
+
+@torch.no_grad()
+def start_decay(A_log: nn.Parameter, dt_bias: nn.Parameter, rates: tuple[float, float]) -> None:
+    """Set a decay's parameters, which may be without memory, to their first values."""
+    for parameter, values in zip((A_log, dt_bias), first_decay(A_log.shape, dt_bias.shape, rates)):
+        parameter.copy_(values)

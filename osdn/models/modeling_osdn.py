@@ -1,9 +1,7 @@
 """`OSDNModel` and `OSDNForCausalLM`: pre-norm blocks of a token mixer and a SwiGLU, for `transformers`.
 
-Sequences of different lengths never meet padding: a padded batch is gathered into one packed row before the
-first block and spread out again after the last, so that state, scale and convolutions see real tokens only
-and padding costs nothing.  The loss is computed for a few rows of logits at a time and never holds them
-all.
+Padded batches run as one row of their sequences without padding (see `layout.py`).  The loss is computed for
+a few rows of logits at a time and never holds them all.
 """
 
 from typing import Any
@@ -24,7 +22,8 @@ from osdn.layers.precision import RMSNorm, widen
 from osdn.layers.preconditioner import PGDNPreconditioner, Preconditioner, Retention
 from osdn.models.cache import check_cache
 from osdn.models.configuration_osdn import MIXERS, OSDNConfig
-from osdn.ops import checks, watched
+from osdn.models.layout import Layout, lay_out
+from osdn.ops import watched
 
 IGNORED_LABEL = -100
 LABELS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -54,17 +53,26 @@ class OSDNBlock(GradientCheckpointingLayer):
         self.mlp = OSDNMLP(config)
 
     def forward(
-        self, hidden_states: Tensor, past_key_values: Cache | None = None, cu_seqlens: Tensor | None = None
+        self, hidden_states: Tensor, past_key_values: Cache | None = None, layout: Layout | None = None
     ) -> Tensor:
-        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        state = None if cache is None else cache.load()
-        mixed, state = self.attn(
-            self.attn_norm(hidden_states), state, cu_seqlens=cu_seqlens, output_final_state=cache is not None
-        )
-        if cache is not None:
-            cache.update(state)
-        hidden_states = hidden_states + mixed
+        hidden_states = hidden_states + self._mix(self.attn_norm(hidden_states), past_key_values, layout)
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+
+    def _mix(self, x: Tensor, past_key_values: Cache | None, layout: Layout | None) -> Tensor:
+        cu_seqlens = None if layout is None else layout.cu_seqlens
+        if past_key_values is None:
+            return self.attn(x, cu_seqlens=cu_seqlens)[0]
+        cache = past_key_values.layers[self.layer_idx]
+        state, unread = cache.load(), cache.unread
+        if unread is not None:
+            x = torch.cat([unread, x], 1)
+            cu_seqlens = None if cu_seqlens is None else F.pad(cu_seqlens[1:] + unread.shape[1], (1, 0))
+        padding = layout is not None and layout.padding is not None
+        if padding and state is not None:
+            state = state.map(lambda x: torch.cat([x, torch.zeros_like(x[:1])]))
+        mixed, state = self.attn(x, state, cu_seqlens=cu_seqlens, output_final_state=True)
+        cache.update(state.map(lambda x: x[:-1]) if padding else state, x)
+        return mixed if unread is None else mixed[:, unread.shape[1] :]
 
 
 class OSDNPreTrainedModel(PreTrainedModel):
@@ -74,7 +82,7 @@ class OSDNPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["OSDNBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _is_stateful = True
+    _can_compile_fullgraph = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -117,6 +125,7 @@ class OSDNModel(OSDNPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: Tensor | None = None,
+        output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Run the blocks over `input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`.
@@ -124,10 +133,14 @@ class OSDNModel(OSDNPreTrainedModel):
         Args:
             attention_mask: `[B, ≥ T]`, 0 at padding, which may be anywhere; the last T columns count.
             position_ids: `[B, T]`; used only to find where packed sequences begin, namely where positions do
-                not go up by one (the padding-free collator of `transformers`).
+                not go up by one (the padding-free collator of `transformers`).  While a program is traced,
+                a row may hold several sequences unless a cache is asked for.
             past_key_values: the cache of earlier tokens, `DynamicCache(config=model.config)`.
             cu_seqlens: `[N + 1]` boundaries of sequences packed into one row; also as `cu_seq_lens_q`.
+            kwargs: also `seq_idx` `[B, T]`, the number of the sequence that each token of a row belongs to.
         """
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ValueError("output_attentions=True: this model has no attention weights; leave it out")
         if input_ids is not None and inputs_embeds is None:
             if input_ids.ndim != 2:
                 raise ValueError(f"input_ids has shape {list(input_ids.shape)}; it must be [B, T]")
@@ -138,22 +151,22 @@ class OSDNModel(OSDNPreTrainedModel):
             x = inputs_embeds
         else:
             raise ValueError("pass either input_ids or inputs_embeds")
-        B, T, D = x.shape
+        B, T, _ = x.shape
         if cu_seqlens is None:
             cu_seqlens = kwargs.get("cu_seq_lens_q")
-        tokens, cu_seqlens, packed = _layout(B, T, attention_mask, position_ids, cu_seqlens)
-        past_key_values = self._cache(past_key_values, use_cache, packed, B)
-        if cu_seqlens is not None:  # one row of all sequences
-            x = x.reshape(1, B * T, D) if tokens is None else x.flatten(0, 1)[tokens][None]
-
+        cached = past_key_values is not None or bool(use_cache)
+        layout = lay_out(B, T, attention_mask, position_ids, cu_seqlens, kwargs.get("seq_idx"), cached)
+        past_key_values = self._cache(past_key_values, use_cache, layout)
+        x = layout.gather(x)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden = []
         for layer in self.layers:
             if output_hidden_states:
-                hidden.append(_spread(x, tokens, B, T))
-            x = layer(x, past_key_values=past_key_values, cu_seqlens=cu_seqlens)
-        x = _spread(self.norm(x), tokens, B, T)
+                hidden.append(layout.spread(x))
+                x = layout.gather(hidden[-1])  # what is returned is what the next layer reads
+            x = layer(x, past_key_values=past_key_values, layout=layout)
+        x = layout.spread(self.norm(x))
         if past_key_values is not None:
             for cache in past_key_values.layers:
                 cache.seen_tokens += T
@@ -163,8 +176,8 @@ class OSDNModel(OSDNPreTrainedModel):
             hidden_states=(*hidden, x) if output_hidden_states else None,
         )
 
-    def _cache(self, cache: Cache | None, use_cache: bool | None, packed: bool, B: int) -> Cache | None:
-        if packed:
+    def _cache(self, cache: Cache | None, use_cache: bool | None, layout: Layout) -> Cache | None:
+        if layout.packed:
             if cache is not None or use_cache:
                 raise ValueError("a packed row cannot be cached: pass its sequences as a padded batch")
             return None
@@ -180,7 +193,7 @@ class OSDNModel(OSDNPreTrainedModel):
                 use_cache = self.config.use_cache and not self.training
             cache = DynamicCache(config=self.config) if use_cache else None
         if cache is not None:
-            check_cache(cache, len(self.layers), B)
+            check_cache(cache, len(self.layers), layout.B)
         return cache
 
 
@@ -258,6 +271,13 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
         )
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse what `generate_batch` and the server's continuous batching begin with."""
+        raise NotImplementedError(
+            "continuous batching (generate_batch) pages keys and values, and this model keeps recurrent "
+            "states; call generate with a left-padded batch instead"
+        )
+
     def _loss(self, hidden_states: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
         """Cross-entropy of the labels, summed and divided by their number or by `num_items`."""
         labels = labels.flatten().to(hidden_states.device, torch.int64)
@@ -301,54 +321,3 @@ def _check_labels(name: str, labels: Tensor, shape: torch.Size) -> None:
         )
     if labels.dtype not in LABELS:
         raise ValueError(f"{name} has dtype {labels.dtype}; it must hold whole numbers")
-
-
-def _layout(
-    B: int, T: int, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, bool]:
-    """How the batch is laid out as one row.
-
-    Returns:
-        the places of the tokens that are not padding, None for all of them; the boundaries of the sequences
-        when these tokens are laid end to end, None if the batch is a plain one; whether a row of the batch
-        holds several sequences.
-    """
-    tokens = cuts = None
-    if attention_mask is not None:
-        if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
-            raise ValueError(
-                f"attention_mask has shape {list(attention_mask.shape)}; "
-                f"it must be [{B}, {T} or more], 0 at padding"
-            )
-        mask = attention_mask[:, -T:] != 0
-        if not mask.is_meta and not bool(mask.all()):
-            tokens, cuts = mask.flatten().nonzero()[:, 0], F.pad(mask.sum(1).cumsum(0), (1, 0))
-    if cu_seqlens is not None:
-        checks.sequence_count(cu_seqlens, B)
-        if tokens is not None:
-            raise ValueError(
-                "cu_seqlens packs a row without padding; attention_mask must be None or all ones"
-            )
-        return None, cu_seqlens, True
-    if T > 1 and position_ids is not None:
-        if position_ids.shape not in ((B, T), (1, T)):
-            raise ValueError(
-                f"position_ids has shape {list(position_ids.shape)}; it must be [{B}, {T}] or [1, {T}]"
-            )
-        positions = position_ids.expand(B, T).flatten()
-        rows = torch.arange(B, device=positions.device).repeat_interleave(T)
-        if tokens is not None:
-            positions, rows = positions[tokens], rows[tokens]
-        restarts = (positions.diff() != 1) & (rows.diff() == 0)
-        if bool(restarts.any()):
-            if cuts is None:
-                cuts = torch.arange(0, B * T + 1, T, device=positions.device)
-            return tokens, torch.cat([cuts, restarts.nonzero()[:, 0] + 1]).unique(), True
-    return tokens, cuts, False
-
-
-def _spread(x: Tensor, tokens: Tensor | None, B: int, T: int) -> Tensor:
-    """Tokens back at their places in the batch, zeros at padding."""
-    if tokens is not None:
-        x = x.new_zeros(B * T, x.shape[-1]).index_copy(0, tokens, x[0])
-    return x.reshape(B, T, x.shape[-1])

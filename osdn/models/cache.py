@@ -130,16 +130,28 @@ class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 STATIC_LAYER_TYPE_MAPPING["delta_rule"] = DeltaRuleCacheLayer  # its size never grows, so it is static as well
 
 
-def check_cache(cache: Cache, num_layers: int, batch: int) -> None:
+def check_cache(cache: Cache, layer_types: list[str], batch: int) -> int:
+    """Refuse a cache that is not one of this model and batch; how many tokens it has seen.
+
+    `transformers` builds a layer of its own for "linear_attention"; as long as it is empty, ours replaces it.
+    """
     layers = getattr(cache, "layers", None) or []
-    if len(layers) != num_layers or not all(isinstance(layer, DeltaRuleCacheLayer) for layer in layers):
+    linear = [kind in ("delta_rule", "linear_attention") for kind in layer_types]
+    for i, layer in enumerate(layers):
+        if type(layer) is LinearAttentionLayer and layer.device is None:
+            layers[i] = DeltaRuleCacheLayer()
+            layers[i].record_past = layer.record_past
+    if [isinstance(layer, DeltaRuleCacheLayer) for layer in layers] != linear:
         raise ValueError(
             f"past_key_values is a {type(cache).__name__} with layers {layers}; this model needs "
-            f"{num_layers} of DeltaRuleCacheLayer: pass DynamicCache(config=model.config)"
+            f"{len(linear)} of them, {sum(linear)} being DeltaRuleCacheLayer: "
+            "pass DynamicCache(config=model.config)"
         )
-    known = len(layers[0].recurrent_states[0]) if layers[0].has_previous_state[0] else batch
+    first = layers[linear.index(True)]
+    known = len(first.recurrent_states[0]) if first.has_previous_state[0] else batch
     if known != batch:
         raise ValueError(
             f"past_key_values continues {known} sequences; the batch has {batch}: pass the same sequences, "
             f"or a new DynamicCache(config=model.config)"
         )
+    return first.seen_tokens

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, PreconditionerConfig, TokenMixer
 from osdn.layers.preconditioner import RULES, check_settings
+from osdn.models.attention import FULL, SLIDING, AttentionConfig
 from osdn.ops import checks
 from osdn.ops.operators import check_backend
 
@@ -19,6 +20,20 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "gated_delta_net": GatedDeltaNet,
     "kda": KimiDeltaAttention,
 }
+
+
+class _AllLinear:
+    """The layer types of a model that is no hybrid, as `transformers` reads them to choose a cache.
+
+    Not a data descriptor: those of a hybrid are an attribute of the configuration, and come first.
+    """
+
+    def __get__(self, config: "OSDNConfig | None", owner: type) -> list[str]:
+        return [] if config is None else ["delta_rule"] * config.num_hidden_layers
+
+
+LAYER_TYPES = ("linear_attention", FULL, SLIDING)
+ADDED = {"attention": None}  # saved only where they are set: fields that came after version 0.1
 
 
 class OSDNConfig(PreTrainedConfig):
@@ -41,6 +56,9 @@ class OSDNConfig(PreTrainedConfig):
         initializer_range: standard deviation that projections, convolutions and embeddings start with.
         max_position_embeddings: the training context, for tools that ask; the model has no positions.
         backend: which implementation of the operators to use.
+        layer_types: the kind of each layer of a hybrid model: "linear_attention" (the backbone's),
+            "full_attention" or "sliding_attention"; left out, all layers are the backbone's.
+        attention: the settings of an `AttentionConfig`, for hybrid models.
 
     >>> OSDNConfig.from_preset("osdn-apf-340m").preconditioner["retention"]
     'learned'
@@ -49,6 +67,8 @@ class OSDNConfig(PreTrainedConfig):
     model_type = "osdn"
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
     attribute_map: ClassVar = {"num_attention_heads": "num_heads"}
+
+    layer_types = _AllLinear()
 
     backbone: str = "delta_net"
     preconditioner: dict[str, Any] | None = None
@@ -67,6 +87,7 @@ class OSDNConfig(PreTrainedConfig):
     write_scale: float = 1.0
     initializer_range: float = 0.02
     max_position_embeddings: int = 4096
+    attention: dict[str, Any] | None = None
     backend: str = "auto"
     run_name: str | None = None  # of the run that trained it, written by the trainer
     use_cache: bool = True
@@ -84,6 +105,8 @@ class OSDNConfig(PreTrainedConfig):
             )
         for alias in kwargs.keys() & self.attribute_map.keys():  # before sizes are derived from them
             setattr(self, alias, kwargs.pop(alias))
+        if (layer_types := kwargs.pop("layer_types", None)) is not None:
+            self.layer_types = list(layer_types)
         # `transformers` keeps what it does not know, as a later version's fields; not what is only misspelt.
         for name in kwargs:
             if meant := get_close_matches(name, self.own_fields(), 1, cutoff=0.7):
@@ -104,6 +127,8 @@ class OSDNConfig(PreTrainedConfig):
             self.intermediate_size = 256 * -(-(self.hidden_size * 8 // 3) // 256)
         if self.preconditioner is not None:
             self.preconditioner = PreconditionerConfig.of(self.preconditioner).to_dict()
+        if self.attention is not None:
+            self.attention = AttentionConfig.of(self.attention, self.hidden_size).to_dict()
         super().__post_init__(**kwargs)
         self.validate()
 
@@ -125,6 +150,29 @@ class OSDNConfig(PreTrainedConfig):
             settings = PreconditionerConfig.of(self.preconditioner)
             check_settings(settings, self.head_k_dim, MIXERS[self.backbone].has_decay)
 
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        if not self.is_hybrid:
+            if self.attention is not None:
+                raise ValueError("attention is for hybrid models; say in layer_types which layers have it")
+            return
+        kinds = self.layer_types
+        if unknown := sorted({str(kind) for kind in kinds} - set(LAYER_TYPES)):
+            raise ValueError(f"layer_types has {', '.join(unknown)}; there are {', '.join(LAYER_TYPES)}")
+        if len(kinds) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(kinds)} entries; num_hidden_layers is {self.num_hidden_layers}"
+            )
+        if "linear_attention" not in kinds:
+            raise ValueError("layer_types has no linear_attention: without one this would be a Transformer")
+        if {FULL, SLIDING} & set(kinds):
+            if self.attention is None:
+                raise ValueError('hybrid models need attention={"num_heads": ...}, the settings of attention')
+            settings = AttentionConfig.of(self.attention, self.hidden_size)
+            if SLIDING in kinds and settings.window is None:
+                raise ValueError("a sliding_attention layer needs attention.window, the tokens that it sees")
+
     def _check_sizes(self) -> None:
         for name in (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "num_v_heads", "head_k_dim",
@@ -143,9 +191,26 @@ class OSDNConfig(PreTrainedConfig):
             )
 
     @property
-    def layer_types(self) -> list[str]:
-        """What `transformers` reads to choose the cache of each layer (see `cache.py`)."""
-        return ["delta_rule"] * self.num_hidden_layers
+    def is_hybrid(self) -> bool:
+        """Whether `layer_types` was given."""
+        return "layer_types" in self.__dict__
+
+    @property
+    def linear_layers(self) -> int:
+        """How many layers are the backbone's."""
+        return sum(kind in ("delta_rule", "linear_attention") for kind in self.layer_types)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Where `transformers` looks for the window of sliding layers."""
+        return None if self.attention is None else self.attention["window"]
+
+    def to_dict(self) -> dict[str, Any]:
+        content = super().to_dict()
+        for name, usual in ADDED.items():
+            if content.get(name) == usual:
+                content.pop(name, None)
+        return content
 
     @property
     def mixer(self) -> dict[str, Any]:
@@ -165,18 +230,21 @@ class OSDNConfig(PreTrainedConfig):
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "OSDNConfig":
         """One of the paper's models, say "osdn-340m", with any field replaced; `osdn.PRESETS` lists them."""
-        from osdn.models.presets import PRESETS
+        from osdn.models.presets import PRESETS, every_fourth
 
         if name not in PRESETS:
             raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
-        known = {field.name for field in fields(cls)} | cls.attribute_map.keys()
+        known = {field.name for field in fields(cls)} | cls.attribute_map.keys() | {"layer_types"}
         if unknown := sorted(overrides.keys() - known):
             raise ValueError(
                 f"there is no field {', '.join(unknown)}; there are {', '.join(cls.own_fields())}"
             )
-        return cls(**(PRESETS[name] | overrides))
+        settings = PRESETS[name] | overrides
+        if "layer_types" in PRESETS[name] and "layer_types" not in overrides:
+            settings["layer_types"] = every_fourth(settings["num_hidden_layers"])
+        return cls(**settings)
 
     @classmethod
     def own_fields(cls) -> list[str]:
         """The fields that are not those of every model."""
-        return [field.name for field in fields(cls) if field.name in cls.__annotations__]
+        return [*(field.name for field in fields(cls) if field.name in cls.__annotations__), "layer_types"]

@@ -45,6 +45,29 @@ class Layout(NamedTuple):
         x = x.reshape(self.B, self.T, x.shape[-1])
         return x if self.padding is None else x.masked_fill(self.padding[..., None], 0)
 
+    def sequences(self) -> Tensor:
+        """The number of the sequence that each token belongs to, `[B, T]`; -1 is padding."""
+        return self._back(self._numbers(), -1)
+
+    def positions(self) -> Tensor:
+        """The place of each token in its sequence, `[B, T]`, counted from 0."""
+        numbers = self._numbers()
+        assert self.cu_seqlens is not None
+        return self._back(torch.arange(len(numbers), device=numbers.device) - self.cu_seqlens[numbers], 0)
+
+    def _numbers(self) -> Tensor:
+        assert self.cu_seqlens is not None
+        count = self.B * self.T if self.tokens is None else self.tokens.shape[0]
+        tokens = torch.arange(count, device=self.cu_seqlens.device, dtype=self.cu_seqlens.dtype)
+        return torch.bucketize(tokens, self.cu_seqlens[1:], right=True)
+
+    def _back(self, x: Tensor, fill: int) -> Tensor:
+        """Numbers of the row's tokens at their places in the batch."""
+        if self.tokens is not None:
+            x = x.new_full((self.B * self.T,), fill).index_copy(0, self.tokens, x)
+        x = x.view(self.B, self.T)
+        return x if self.padding is None else x.masked_fill(self.padding, fill)
+
 
 def lay_out(
     B: int,

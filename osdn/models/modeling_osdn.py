@@ -20,7 +20,8 @@ from transformers.utils import can_return_tuple
 from osdn.layers.mixers import DecayingMixer, WriteGate
 from osdn.layers.precision import RMSNorm, widen
 from osdn.layers.preconditioner import PGDNPreconditioner, Preconditioner, Retention
-from osdn.models.cache import check_cache
+from osdn.models.attention import FULL, SLIDING, Attention, AttentionInputs, attention_inputs
+from osdn.models.cache import DeltaRuleCacheLayer, check_cache
 from osdn.models.configuration_osdn import MIXERS, OSDNConfig
 from osdn.models.layout import Layout, lay_out
 from osdn.ops import watched
@@ -48,14 +49,28 @@ class OSDNBlock(GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.attn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = MIXERS[config.backbone](**config.mixer)
+        self.attn: nn.Module
+        if config.layer_types[layer_idx] in (FULL, SLIDING):
+            self.attn = Attention(config, layer_idx)
+        else:
+            self.attn = MIXERS[config.backbone](**config.mixer)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = OSDNMLP(config)
 
     def forward(
-        self, hidden_states: Tensor, past_key_values: Cache | None = None, layout: Layout | None = None
+        self,
+        hidden_states: Tensor,
+        past_key_values: Cache | None = None,
+        layout: Layout | None = None,
+        attention: AttentionInputs | None = None,
     ) -> Tensor:
-        hidden_states = hidden_states + self._mix(self.attn_norm(hidden_states), past_key_values, layout)
+        x = self.attn_norm(hidden_states)
+        if isinstance(self.attn, Attention):
+            assert layout is not None
+            mixed = layout.gather(self.attn(layout.spread(x), attention, past_key_values))
+        else:
+            mixed = self._mix(x, past_key_values, layout)
+        hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
     def _mix(self, x: Tensor, past_key_values: Cache | None, layout: Layout | None) -> Tensor:
@@ -83,6 +98,9 @@ class OSDNPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["OSDNBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _can_compile_fullgraph = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -132,15 +150,13 @@ class OSDNModel(OSDNPreTrainedModel):
 
         Args:
             attention_mask: `[B, ≥ T]`, 0 at padding, which may be anywhere; the last T columns count.
-            position_ids: `[B, T]`; used only to find where packed sequences begin, namely where positions do
-                not go up by one (the padding-free collator of `transformers`).  While a program is traced,
-                a row may hold several sequences unless a cache is asked for.
+            position_ids: `[B, T]`, the positions that the attention of hybrid models sees; counted here if
+                None.  Where they do not go up by one, another sequence begins (the padding-free collator
+                of `transformers`).  While a program is traced, that is so unless a cache is asked for.
             past_key_values: the cache of earlier tokens, `DynamicCache(config=model.config)`.
             cu_seqlens: `[N + 1]` boundaries of sequences packed into one row; also as `cu_seq_lens_q`.
             kwargs: also `seq_idx` `[B, T]`, the number of the sequence that each token of a row belongs to.
         """
-        if output_attentions or (output_attentions is None and self.config.output_attentions):
-            raise ValueError("output_attentions=True: this model has no attention weights; leave it out")
         if input_ids is not None and inputs_embeds is None:
             if input_ids.ndim != 2:
                 raise ValueError(f"input_ids has shape {list(input_ids.shape)}; it must be [B, T]")
@@ -156,7 +172,12 @@ class OSDNModel(OSDNPreTrainedModel):
             cu_seqlens = kwargs.get("cu_seq_lens_q")
         cached = past_key_values is not None or bool(use_cache)
         layout = lay_out(B, T, attention_mask, position_ids, cu_seqlens, kwargs.get("seq_idx"), cached)
-        past_key_values = self._cache(past_key_values, use_cache, layout)
+        past_key_values, seen = self._cache(past_key_values, use_cache, layout)
+        weights = self._weights(output_attentions)
+        attention = None
+        if self.config.attention is not None:
+            inputs = (x, layout, attention_mask, position_ids, past_key_values, seen, weights)
+            attention = attention_inputs(self.config, *inputs)
         x = layout.gather(x)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -165,36 +186,49 @@ class OSDNModel(OSDNPreTrainedModel):
             if output_hidden_states:
                 hidden.append(layout.spread(x))
                 x = layout.gather(hidden[-1])  # what is returned is what the next layer reads
-            x = layer(x, past_key_values=past_key_values, layout=layout)
+            x = layer(x, past_key_values=past_key_values, layout=layout, attention=attention)
         x = layout.spread(self.norm(x))
         if past_key_values is not None:
             for cache in past_key_values.layers:
-                cache.seen_tokens += T
+                if isinstance(cache, DeltaRuleCacheLayer):
+                    cache.seen_tokens += T
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values,
             hidden_states=(*hidden, x) if output_hidden_states else None,
+            attentions=None if weights is None else tuple(weights),
         )
 
-    def _cache(self, cache: Cache | None, use_cache: bool | None, layout: Layout) -> Cache | None:
+    def _weights(self, wanted: bool | None) -> list[Tensor | None] | None:
+        """Where attention layers leave their weights, if that is wanted."""
+        if not (self.config.output_attentions if wanted is None else wanted):
+            return None
+        if self.config.attention is None:
+            raise ValueError("output_attentions=True: this model has no attention weights; leave it out")
+        if self.config._attn_implementation != "eager" or (self.training and self.gradient_checkpointing):
+            raise ValueError(
+                'output_attentions=True needs set_attn_implementation("eager"), and no gradient checkpointing'
+            )
+        return []
+
+    def _cache(self, cache: Cache | None, use_cache: bool | None, layout: Layout) -> tuple[Cache | None, int]:
+        """The cache to use, and how many tokens it has seen."""
         if layout.packed:
             if cache is not None or use_cache:
                 raise ValueError("a packed row cannot be cached: pass its sequences as a padded batch")
-            return None
+            return None, 0
         if self.training and self.gradient_checkpointing:  # a layer that is run twice must not be told of it
             if cache is not None:
                 raise ValueError(
                     "gradient checkpointing cannot continue from past_key_values; "
                     "call gradient_checkpointing_disable() or pass None"
                 )
-            return None
+            return None, 0
         if cache is None:
             if use_cache is None:
                 use_cache = self.config.use_cache and not self.training
             cache = DynamicCache(config=self.config) if use_cache else None
-        if cache is not None:
-            check_cache(cache, len(self.layers), layout.B)
-        return cache
+        return cache, 0 if cache is None else check_cache(cache, self.config.layer_types, layout.B)
 
 
 class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
@@ -269,7 +303,13 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        """The mask as it is: the layers need to know of padding, and make their own masks."""
+        return attention_mask
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse what `generate_batch` and the server's continuous batching begin with."""

@@ -85,20 +85,22 @@ def test_a_configuration_survives_being_saved(tmp_path):
 
 
 NEWTON = ["osdn-newton", "osgdn-newton", "oskda-newton"]
-PAPER = [name for name in PRESETS if name.rsplit("-", 1)[0] not in NEWTON]
+HYBRIDS = [name for name in PRESETS if "-hybrid-" in name]
+PAPER = [name for name in PRESETS if name.rsplit("-", 1)[0] not in NEWTON and name not in HYBRIDS]
 
 
-def test_there_are_twenty_presets_of_the_paper_and_six_of_newton():
-    assert len(PRESETS) == 26
+def test_there_are_twenty_presets_of_the_paper_six_of_newton_and_eighteen_hybrids():
+    assert len(PRESETS) == 44
     nine = ["delta_net", "osdn", "osdn-apf", "gdn", "osgdn", "osgdn-apf", "kda", "oskda", "oskda-apf"]
     names = [f"{name}-{size}" for size in ("340m", "tiny") for name in (*nine, *NEWTON)] + [
         "delta_net-1.3b",
         "osdn-apf-1.3b",
     ]
+    names += [f"{name}-hybrid-{size}" for size in ("340m", "tiny") for name in nine]
     assert sorted(PRESETS) == sorted(names)
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if "tiny" not in name])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if "tiny" not in name and name not in HYBRIDS])
 def test_presets_have_the_sizes_of_the_paper(preset):
     config = OSDNConfig.from_preset(preset)
     millions, state, scale = FAMILIES[preset.rsplit("-", 1)[1]][config.backbone]

@@ -41,6 +41,10 @@ def test_a_padded_batch_is_each_sequence_alone(variant, dtype, tolerance, side):
     mask = torch.stack([pad(torch.ones_like(x[0]), p, side, 0) for x, p in zip(ids, padding)])
     outputs = model(batch, attention_mask=mask, use_cache=True, output_hidden_states=True)
     assert [h.shape for h in outputs.hidden_states] == [(3, width, 30)] * 3
+    for i, x in enumerate(ids):
+        close(outputs.logits[i, mask[i] == 1], model(x).logits[0], tolerance)
+    if "sliding" in variant and side == "right":  # then a window holds padding in place of tokens
+        return
     following = tokens(3, 2, seed=9)
     cached = model(
         following,
@@ -48,7 +52,6 @@ def test_a_padded_batch_is_each_sequence_alone(variant, dtype, tolerance, side):
         past_key_values=outputs.past_key_values,
     ).logits
     for i, x in enumerate(ids):
-        close(outputs.logits[i, mask[i] == 1], model(x).logits[0], tolerance)
         alone = model(torch.cat([x, following[i : i + 1]], 1)).logits[0, -2:]
         close(cached[i], alone, tolerance)
 

@@ -164,6 +164,27 @@ def check_settings(settings: Settings, head_k_dim: int, has_decay: bool) -> None
         )
 
 
+def for_strength(settings: Settings | Mapping[str, Any], strongest: float) -> Settings:
+    """Settings for write strengths up to `strongest`, with a box that keeps every write stable.
+
+    A write multiplies what is stored under its key by `1 - beta * <d, k²>`, which must stay in [-1, 1].  Keys
+    have unit length, so `<d, k²>` is at most the upper bound of the box, and that times `strongest` must be
+    at most 2.  For strengths up to 1 the usual box, up to 2, is just that; for strengths up to 2 it ends at
+    1.  Newton's write keys satisfy it for any strength: `beta * <w, k>` is below 1.
+    """
+    if strongest > 1 and isinstance(settings, Mapping) and not settings.keys() & {"bounds", "rule"}:
+        settings = {**settings, "bounds": (0.5, 2 / strongest)}
+    made = PreconditionerConfig.of(settings)
+    if isinstance(made, PreconditionerConfig) and strongest > 1:
+        free = made.bounds is None or made.initial_scale == "free"
+        if free or (made.bounds is not None and made.bounds[1] * strongest > 2):
+            raise ValueError(
+                f"write strengths reach {strongest:g}, so the scale must not exceed {2 / strongest:g}; "
+                f"bounds is {made.bounds} and initial_scale {made.initial_scale!r}: change them"
+            )
+    return made
+
+
 class Retention(nn.Linear):
     """A learned retention before its sigmoid; it starts at 0.999 for every token, whatever the input."""
 
@@ -298,7 +319,7 @@ class PGDNPreconditioner(Preconditioner):
         self.A_log = nn.Parameter(torch.empty(key_heads))
         self.dt_bias = nn.Parameter(torch.empty(key_heads))
         self.center = nn.Parameter(torch.full((key_heads,), float(config.center)))
-        start_decay(self.A_log, self.dt_bias, rates)
+        set_values((self.A_log, self.dt_bias), self.initial_decay())
 
     def initial_decay(self) -> tuple[Tensor, Tensor]:
         return first_decay(self.A_log.shape, self.dt_bias.shape, self.rates)
@@ -333,7 +354,7 @@ def first_decay(A_log: torch.Size, dt_bias: torch.Size, rates: tuple[float, floa
 
 
 @torch.no_grad()
-def start_decay(A_log: nn.Parameter, dt_bias: nn.Parameter, rates: tuple[float, float]) -> None:
-    """Set a decay's parameters, which may be without memory, to their first values."""
-    for parameter, values in zip((A_log, dt_bias), first_decay(A_log.shape, dt_bias.shape, rates)):
-        parameter.copy_(values)
+def set_values(parameters: tuple[nn.Parameter, ...], values: tuple[Tensor, ...]) -> None:
+    """Give parameters, which may be without memory, their first values."""
+    for parameter, value in zip(parameters, values):
+        parameter.copy_(value)

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, PreconditionerConfig, TokenMixer
-from osdn.layers.preconditioner import RULES, check_settings
+from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, TokenMixer
+from osdn.layers.mixers import GATES, check_lower_bound
+from osdn.layers.preconditioner import RULES, check_settings, for_strength
 from osdn.models.attention import FULL, SLIDING, AttentionConfig
 from osdn.ops import checks
 from osdn.ops.operators import check_backend
@@ -33,7 +34,12 @@ class _AllLinear:
 
 
 LAYER_TYPES = ("linear_attention", FULL, SLIDING)
-ADDED = {"attention": None}  # saved only where they are set: fields that came after version 0.1
+ADDED = {
+    "attention": None,
+    "allow_neg_eigval": False,
+    "output_gate_activation": None,
+    "decay_lower_bound": None,
+}  # saved only where they are set: fields that came after version 0.1
 
 
 class OSDNConfig(PreTrainedConfig):
@@ -45,7 +51,7 @@ class OSDNConfig(PreTrainedConfig):
             the plain backbone.
         vocab_size, hidden_size, num_hidden_layers: as everywhere.
         num_heads: heads of queries and keys.
-        num_v_heads: heads of the values (grouped value attention, Gated DeltaNet only); None is `num_heads`.
+        num_v_heads: heads of the values (grouped value attention, not in DeltaNet); None is `num_heads`.
         head_k_dim: channels of a key; None is `hidden_size / num_heads`.
         head_v_dim: channels of a value; None is `head_k_dim`.
         intermediate_size: width of the SwiGLU; None is 8/3 of the hidden size, up to a multiple of 256.
@@ -53,6 +59,9 @@ class OSDNConfig(PreTrainedConfig):
         norm_eps: epsilon of every RMS norm.
         beta_bias: where a learned bias of the write gate starts; None is a gate without one.
         write_scale: a constant factor of every write strength.
+        allow_neg_eigval: whether write strengths reach 2 instead of 1.
+        output_gate_activation: of Gated DeltaNet: "swish" (or "silu"), or "sigmoid"; None is "swish".
+        decay_lower_bound: of KDA: the logarithm of a decay lies between this and 0; None is no bound.
         initializer_range: standard deviation that projections, convolutions and embeddings start with.
         max_position_embeddings: the training context, for tools that ask; the model has no positions.
         backend: which implementation of the operators to use.
@@ -85,6 +94,9 @@ class OSDNConfig(PreTrainedConfig):
     norm_eps: float = 1e-6
     beta_bias: float | None = None
     write_scale: float = 1.0
+    allow_neg_eigval: bool = False
+    output_gate_activation: str | None = None
+    decay_lower_bound: float | None = None
     initializer_range: float = 0.02
     max_position_embeddings: int = 4096
     attention: dict[str, Any] | None = None
@@ -126,7 +138,7 @@ class OSDNConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-(self.hidden_size * 8 // 3) // 256)
         if self.preconditioner is not None:
-            self.preconditioner = PreconditionerConfig.of(self.preconditioner).to_dict()
+            self.preconditioner = for_strength(self.preconditioner, self.strongest).to_dict()
         if self.attention is not None:
             self.attention = AttentionConfig.of(self.attention, self.hidden_size).to_dict()
         super().__post_init__(**kwargs)
@@ -142,12 +154,19 @@ class OSDNConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_v_heads is {self.num_v_heads}; it must be a multiple of num_heads, {self.num_heads}"
             )
-        if self.num_v_heads != self.num_heads and self.backbone != "gated_delta_net":
+        if self.num_v_heads != self.num_heads and self.backbone == "delta_net":
             raise ValueError(
-                f"num_v_heads can differ from num_heads in gated_delta_net, not in {self.backbone}"
+                "num_v_heads can differ from num_heads in gated_delta_net and kda, not in delta_net"
             )
+        for name, backbone in (("output_gate_activation", "gated_delta_net"), ("decay_lower_bound", "kda")):
+            if getattr(self, name) is not None and self.backbone != backbone:
+                raise ValueError(f"{name} is an option of {backbone}; the backbone is {self.backbone}")
+        if self.output_gate_activation not in (None, *GATES):
+            got = self.output_gate_activation
+            raise ValueError(f"output_gate_activation is {got!r}; it must be one of {', '.join(GATES)}")
+        check_lower_bound(self.decay_lower_bound)
         if self.preconditioner is not None:
-            settings = PreconditionerConfig.of(self.preconditioner)
+            settings = for_strength(self.preconditioner, self.strongest)
             check_settings(settings, self.head_k_dim, MIXERS[self.backbone].has_decay)
 
         self._check_layers()
@@ -191,6 +210,11 @@ class OSDNConfig(PreTrainedConfig):
             )
 
     @property
+    def strongest(self) -> float:
+        """The largest write strength, before `write_scale`."""
+        return 2.0 if self.allow_neg_eigval else 1.0
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether `layer_types` was given."""
         return "layer_types" in self.__dict__
@@ -224,8 +248,13 @@ class OSDNConfig(PreTrainedConfig):
             "conv_size",
             "norm_eps",
         ]
-        gate = ("beta_bias", "write_scale")
-        return {name: getattr(self, name) for name in (*sizes, *gate, "preconditioner", "backend")}
+        gate = ("beta_bias", "write_scale", "allow_neg_eigval")
+        own = [
+            name
+            for name in ("output_gate_activation", "decay_lower_bound")
+            if getattr(self, name) is not None
+        ]
+        return {name: getattr(self, name) for name in (*sizes, *gate, *own, "preconditioner", "backend")}
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "OSDNConfig":

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from osdn.models.configuration_osdn import OSDNConfig
+from osdn.models.configuration_osdn import ADDED, OSDNConfig
 from osdn.models.presets import PRESETS
 
 DIGITS = 16  # of the digest: enough to tell checkpoints apart, short enough to read
@@ -82,7 +82,9 @@ def block(config: PreTrainedConfig) -> str:
         settings = repr((config.layer_types, sorted(config.attention.items())))
         digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
         layers += f", {config.num_hidden_layers - config.linear_layers} of them attention ({digest})"
-    return f"{config.backbone}, {layers}, {heads}, vocabulary {config.vocab_size}"
+    options = [f"{x}={getattr(config, x)}" for x, usual in ADDED.items() if getattr(config, x) != usual]
+    others = "".join(f"{x}, " for x in options if not x.startswith("attention="))
+    return f"{config.backbone}, {layers}, {heads}, {others}vocabulary {config.vocab_size}"
 
 
 def weights_digest(checkpoint: str, config: PreTrainedConfig) -> str | None:

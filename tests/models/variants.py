@@ -17,6 +17,11 @@ VARIANTS |= {
     "osgdn-apf, grouped values": ("gated_delta_net", {"retention": "tied"}, {"num_v_heads": 6}),
     "oskda, retention a channel": ("kda", {"retention": "learned_per_channel"}, {}),
     "oskda, tied retention": ("kda", {"retention": "tied"}, {}),
+    "oskda-apf, grouped values, bounded decay, strong writes": (
+        "kda",
+        {"retention": "learned"},
+        {"num_v_heads": 6, "decay_lower_bound": -3.0, "allow_neg_eigval": True},
+    ),
     "osdn-newton, one block": (
         "delta_net",
         {"rule": "newton", "block_size": 10, "retention": "learned", "prior": 2.0},

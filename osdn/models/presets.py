@@ -1,7 +1,7 @@
 """The models by name: the paper's nine variants and three of Newton's method, at 340M and tiny; two at 1.3B.
 
-A preset is a variant (which backbone, which preconditioner) at a size (how many layers, how wide).  The nine
-also exist as hybrids, whose every fourth layer is full attention.
+A preset is a variant (which backbone, which preconditioner) at a size (how many layers, how wide).  All but
+those at 1.3B also exist as hybrids, whose every fourth layer is full attention.
 """
 
 from typing import Any
@@ -58,8 +58,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def every_fourth(layers: int) -> list[str]:
-    """Three layers of the backbone, then one of full attention, and so on."""
-    return ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
+    """Three layers of the backbone, then one of full attention, and so on; of fewer than four, the last."""
+    full = range(3, layers, 4) if layers > 3 else [layers - 1]
+    return ["full_attention" if i in full else "linear_attention" for i in range(layers)]
 
 
 # Attention as in the production models with these layers: queries and keys are normalised and the output is
@@ -76,15 +77,14 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 for _size in SIZES:
     for _variant, (_backbone, _) in VARIANTS.items():
-        if not _variant.endswith("newton"):
-            _preset = PRESETS[f"{_variant}-{_size}"]
-            _layers = 4 if _size == "tiny" else _preset["num_hidden_layers"]
-            PRESETS[f"{_variant}-hybrid-{_size}"] = {
-                **_preset,
-                "num_hidden_layers": _layers,
-                "layer_types": every_fourth(_layers),
-                "attention": HEADS[_size] | ATTENTION[_backbone],
-            }
+        _preset = PRESETS[f"{_variant}-{_size}"]
+        _layers = 4 if _size == "tiny" else _preset["num_hidden_layers"]
+        PRESETS[f"{_variant}-hybrid-{_size}"] = {
+            **_preset,
+            "num_hidden_layers": _layers,
+            "layer_types": every_fourth(_layers),
+            "attention": HEADS[_size] | ATTENTION[_backbone],
+        }
 
 # The paper, "1.3B / 100B scaling configuration" and "OSDN implementation": a learned initial scale, a learned
 # retention, and an inner loss that does not see beta.

@@ -58,6 +58,13 @@ def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def attention_layers(model: nn.Module) -> int:
+    """How many layers of a hybrid model are attention, and so have no recurrence to look at."""
+    config = getattr(model, "config", None)
+    kinds = getattr(config.get_text_config(), "layer_types", None) if config is not None else None
+    return sum("attention" in kind and kind != "linear_attention" for kind in kinds or [])
+
+
 @contextmanager
 def capturing(model: nn.Module, receive: Receive) -> Iterator[None]:
     """Calls `receive` for every recurrent layer as it runs, as long as the context is open.

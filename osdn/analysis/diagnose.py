@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from osdn.analysis.capture import LayerCapture, capturing
+from osdn.analysis.capture import LayerCapture, attention_layers, capturing
 from osdn.analysis.prompts import Prompt
 from osdn.analysis.residuals import FLOOR, residuals, scale_trajectory
 from osdn.models.identity import Identity
@@ -131,6 +131,7 @@ class Diagnosis:
             "kind": "diagnosis",
             "seed": SEED,
             **_prompts(tasks),
+            "attention_layers_left_out": attention_layers(self.model),
             ALL: whole,
             "tasks": everything,
             "agreement": {
@@ -175,7 +176,8 @@ def diagnose(
     """The mechanism diagnostic of a model on prompts, as a dictionary for a result file.
 
     Args:
-        model: any with recurrent layers that `osdn.analysis.capture` reads.
+        model: any with recurrent layers that `osdn.analysis.capture` reads; attention layers are left out,
+            and the result says how many.
         prompts: read one at a time; a generator is never held whole.
         progress: called after each prompt.
         identity: of the model, for the result.

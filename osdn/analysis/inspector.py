@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from osdn.analysis.capture import LayerCapture, capturing
+from osdn.analysis.capture import LayerCapture, attention_layers, capturing
 from osdn.analysis.prompts import Prompt
 from osdn.analysis.residuals import residuals, scale_trajectory
 
@@ -40,8 +40,9 @@ def inspect_prompt(model: nn.Module, prompt: Prompt, texts: list[str], title: st
     device = next(model.parameters()).device
     with capturing(model, measure):
         model(input_ids=prompt.ids[None].to(device), use_cache=False)
+    left_out = attention_layers(model)
     return {
-        "title": title,
+        "title": title + (f" ({left_out} attention layers left out)" if left_out else ""),
         "tokens": texts,
         "second": prompt.second_reading,
         "layers": len(q),

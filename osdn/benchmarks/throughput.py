@@ -87,10 +87,11 @@ def throughput(
 
 
 def expand(names: list[str]) -> list[str]:
-    """Presets and saved models as they are; a size such as tiny is all of its presets."""
+    """Presets and saved models as they are; a size such as tiny or hybrid-tiny is all of its presets."""
     found: list[str] = []
     for name in names:
-        sized = [preset for preset in PRESETS if preset.endswith(f"-{name}")]
+        kind = name.startswith("hybrid-")
+        sized = [x for x in PRESETS if x.endswith(f"-{name}") and ("-hybrid-" in x) == kind]
         if not sized and name not in PRESETS and not Path(name).is_dir():
             raise ValueError(f"there is no preset, size or folder {name}; presets: {', '.join(PRESETS)}")
         found += sized or [name]

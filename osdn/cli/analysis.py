@@ -71,6 +71,8 @@ def diagnose(
         f"measured and closed-form q_t differ by at most {agreement['largest_difference']:.1e}; "
         f"{100 * agreement['negligible_share']:.2f} % of the residuals were negligible and left out"
     )
+    if left_out := result["attention_layers_left_out"]:
+        console.print(f"{left_out} attention layers have no writes to measure and were left out")
     rate = f"{speed['tokens']:,} tokens at {speed['tokens_per_second']:,.0f} per second"
     console.print(f"{rate}; {path}", soft_wrap=True)
 

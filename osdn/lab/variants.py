@@ -1,6 +1,7 @@
 """The models of the lab by name: the variants, their ablations, sweeps, and the rows of the zoo.
 
-`osdn-apf` is a variant, `osdn+d0` an ablation of one, `delta_net+pgdn` a plain backbone with another rule;
+`osdn-apf` is a variant, `osdn-apf-hybrid` the same with every fourth layer (or, of fewer, the last) full
+attention, `osdn+d0` an ablation, `delta_net+pgdn` a plain backbone with another rule;
 `--eta 0.01 0.1` replaces every variant of the paper's rule by one copy per step size.  `gla` is a row of the
 zoo; where a variant has the same name, the row is `zoo:delta_net`.
 """
@@ -35,7 +36,7 @@ class Variant:
     """A name, and what a sweep changed; None is the variant's own.
 
     Args:
-        name: of a variant, with an ablation after a plus, or of a row of the zoo.
+        name: of a variant, with "-hybrid" after it or an ablation after a plus, or of a row of the zoo.
         eta: step size of the paper's rule.
         bounds: its box.
         beta_bias: where a learned bias of the write gate starts; None is a gate without one.
@@ -49,7 +50,7 @@ class Variant:
     write_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        base, _, change = self.name.partition("+")
+        base, change = self.base, self.name.partition("+")[2]
         if base not in VARIANTS and self.row is None:
             raise ValueError(
                 f"there is no variant {base!r}; there are {', '.join(VARIANTS)}, "
@@ -70,8 +71,18 @@ class Variant:
         return row if row in RECURRENCES and self.name not in VARIANTS else None
 
     @property
+    def base(self) -> str:
+        """The variant without an ablation, and without attention."""
+        return self.name.partition("+")[0].removesuffix("-hybrid")
+
+    @property
+    def hybrid(self) -> bool:
+        return self.row is None and self.name.partition("+")[0].endswith("-hybrid")
+
+    @property
     def backbone(self) -> str:
-        return self.row or VARIANTS[self.name.partition("+")[0]][0]
+        """What a variant is compared within: its mixer, and whether there is attention beside it."""
+        return self.row or VARIANTS[self.base][0] + ("-hybrid" if self.hybrid else "")
 
     @property
     def plain(self) -> bool:
@@ -81,10 +92,10 @@ class Variant:
     @property
     def scales(self) -> bool:
         """Whether it scales its writes by the paper's rule, whose settings can be swept."""
-        return self.row is None and _rule(VARIANTS[self.name.partition("+")[0]][1]) == "hypergradient"
+        return self.row is None and _rule(VARIANTS[self.base][1]) == "hypergradient"
 
     def _changes(self) -> dict[str, dict[str, Any]]:
-        base = self.name.partition("+")[0]
+        base = self.base
         return {} if self.row is not None or base not in VARIANTS else CHANGES[_rule(VARIANTS[base][1])]
 
     @property
@@ -92,7 +103,7 @@ class Variant:
         """Its settings; None for a plain backbone and for a row of the zoo."""
         if self.row is not None:
             return None
-        base, _, change = self.name.partition("+")
+        base, change = self.base, self.name.partition("+")[2]
         swept = {name: x for name, x in (("eta", self.eta), ("bounds", self.bounds)) if x is not None}
         if VARIANTS[base][1] is None and not change:
             return None
@@ -114,7 +125,7 @@ class Variant:
         if self.row is not None:
             return Variant("delta_net").config(width, **settings)
         settings |= {"hidden_size": width, "intermediate_size": 2 * width, "beta_bias": self.beta_bias}
-        if self.backbone == "gated_delta_net":
+        if VARIANTS[self.base][0] == "gated_delta_net":
             settings |= {"head_k_dim": 3 * width // 8, "head_v_dim": 3 * width // 4}
         settings |= {"preconditioner": self.preconditioner, "write_scale": self.write_scale}
         return OSDNConfig.from_preset(f"{self.name.partition('+')[0]}-tiny", **settings)

@@ -40,7 +40,9 @@ def step(mixer: "TokenMixer", x: Tensor, state: "MixerState") -> tuple[Tensor, "
     rows = x[:, 0]  # [N, D]
     gates, activation = mixer.step_gates(rows)
     assert mixer.o_norm.eps is not None  # `fused` saw to it
-    settings = StepSettings(activation, write_scale=mixer.write_scale, norm_eps=mixer.o_norm.eps)
+    settings = StepSettings(
+        activation, write_scale=mixer.write_scale * mixer.strongest, norm_eps=mixer.o_norm.eps
+    )
     if mixer.preconditioner is not None:
         config = mixer.preconditioner.config
         assert isinstance(config, PreconditionerConfig)

@@ -7,7 +7,7 @@ computed with.  Parameters are named and shaped as in flash-linear-attention, so
 two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,10 @@ from osdn.layers.preconditioner import (
     PGDNConfig,
     PGDNPreconditioner,
     Preconditioner,
-    PreconditionerConfig,
     Settings,
     first_decay,
+    for_strength,
+    set_values,
 )
 from osdn.ops import checks, delta_rule
 from osdn.ops.cpu.convolution import usable
@@ -44,6 +45,11 @@ class MixerState(NamedTuple):
     q_tail: Tensor  # [N, W - 1, H * K], the last inputs of the convolutions
     k_tail: Tensor  # [N, W - 1, H * K]
     v_tail: Tensor  # [N, W - 1, HV * V]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "MixerState":
+        """Of every tensor its image."""
+        states: list[Any] = [None if x is None else function(x) for x in self]
+        return MixerState(*states)
 
 
 class OperatorInputs(NamedTuple):
@@ -116,6 +122,8 @@ class TokenMixer(nn.Module):
             flash-linear-attention, which starts at a write strength of a half.
         write_scale: a constant factor of every write strength; for the plain delta rule the same as writing
             with keys of that length.
+        allow_neg_eigval: whether write strengths reach 2 instead of 1, so that a write can reverse the sign
+            of what is stored under its key; the box of the scale then ends at 1 (see `for_strength`).
         backend: which implementation of the operators to use.
     """
 
@@ -138,9 +146,12 @@ class TokenMixer(nn.Module):
         preconditioner: Settings | Mapping[str, Any] | None = None,
         beta_bias: float | None = None,
         write_scale: float = 1.0,
+        allow_neg_eigval: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        checks.flag("allow_neg_eigval", allow_neg_eigval)
+        self.strongest = 2.0 if allow_neg_eigval else 1.0
         self.write_scale = checks.number("write_scale", write_scale, 0)
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         for name in ("hidden_size", "num_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_size"):
@@ -162,7 +173,7 @@ class TokenMixer(nn.Module):
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
         self.preconditioner = None
         if preconditioner is not None:
-            self.preconditioner = self._preconditioner(PreconditionerConfig.of(preconditioner))
+            self.preconditioner = self._preconditioner(for_strength(preconditioner, self.strongest))
 
     def _preconditioner(self, settings: Settings) -> Preconditioner:
         sizes = (self.hidden_size, self.num_v_heads, self.head_k_dim)
@@ -235,8 +246,8 @@ class TokenMixer(nn.Module):
         k = l2_normalize(k.unflatten(-1, (self.num_heads, self.head_k_dim)))
         v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))  # [B, T, HV, V]
         beta = widen(self.b_proj(x)).sigmoid()  # [B, T, HV]
-        if self.write_scale != 1:
-            beta = self.write_scale * beta
+        if self.write_scale * self.strongest != 1:
+            beta = self.write_scale * self.strongest * beta
         log_decay = self.log_decay(x)
         inputs = OperatorInputs(q, k, v, beta, log_decay, None, recurrent, cu_seqlens)
         if self.preconditioner is not None:
@@ -296,7 +307,7 @@ class DecayingMixer(TokenMixer):
     def _add_decay_parameters(self, steps: int) -> None:
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(steps))
-        self.A_log.data, self.dt_bias.data = self.initial_decay()
+        set_values((self.A_log, self.dt_bias), self.initial_decay())
 
     def initial_decay(self) -> tuple[Tensor, Tensor]:
         """Fresh values of `A_log` and `dt_bias`."""
@@ -306,25 +317,37 @@ class DecayingMixer(TokenMixer):
         parameters = {"A_log": self.A_log.detach(), "dt_bias": self.dt_bias.detach()}
         return {"decay": decay, "gate": gate, **parameters}
 
-    def _decay(self, f: Tensor) -> Tensor:  # [B, T, HV * n] -> [B, T, HV, n]
+    def _decay(self, f: Tensor, bound: float | None = None) -> Tensor:  # [B, T, HV * n] -> [B, T, HV, n]
         rate = widen(self.A_log).exp()
         if usable(f):
             every = rate.repeat_interleave(f.shape[-1] // len(rate))
-            return log_decay(f, every, self.dt_bias).unflatten(-1, (self.num_v_heads, -1))
-        steps = F.softplus(widen(f) + self.dt_bias)
-        return -rate[:, None] * steps.unflatten(-1, (self.num_v_heads, -1))
+            return log_decay(f, every, self.dt_bias, bound).unflatten(-1, (self.num_v_heads, -1))
+        steps = (widen(f) + self.dt_bias).unflatten(-1, (self.num_v_heads, -1))
+        if bound is not None:
+            return bound * (rate[:, None] * steps).sigmoid()
+        return -rate[:, None] * F.softplus(steps)
+
+
+GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}  # by their names in flash-linear-attention
 
 
 class GatedDeltaNet(DecayingMixer):
     """Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464); with a preconditioner, OSGDN.
 
-    Its state decays by a number a token and head, and its output is gated.
+    Its state decays by one number per token and head, and its output is gated, by SiLU ("swish" or "silu") or
+    by a "sigmoid".
     """
 
     fuses = True
-    output_gate = "silu"
 
-    def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, hidden_size: int, *args: Any, output_gate_activation: str = "swish", **kwargs: Any
+    ) -> None:
+        if output_gate_activation not in GATES:
+            raise ValueError(
+                f"output_gate_activation is {output_gate_activation!r}; it must be one of {', '.join(GATES)}"
+            )
+        self.output_gate = GATES[output_gate_activation]
         super().__init__(hidden_size, *args, **kwargs)
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.g_proj = nn.Linear(hidden_size, self.v_proj.out_features, bias=False)
@@ -343,31 +366,48 @@ class GatedDeltaNet(DecayingMixer):
 class KimiDeltaAttention(DecayingMixer):
     """Kimi Delta Attention (Kimi Team 2025, https://arxiv.org/abs/2510.26692); with a preconditioner, OSKDA.
 
-    Its state decays by a number a token, head and key channel; decay and output gate have low rank.
+    Its state decays by one number per token, value head and key channel; decay and output gate have low rank.
+    With `decay_lower_bound` L, below 0, its logarithm is `L * sigmoid(exp(A_log) * (f(x) + dt_bias))`,
+    between L and 0 (`lower_bound` in flash-linear-attention).
     """
 
     output_gate = "sigmoid"
     rates = (1, 16)
     fuses = True
 
-    def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, hidden_size: int, *args: Any, decay_lower_bound: float | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(hidden_size, *args, **kwargs)
-        if self.num_v_heads != self.num_heads:
-            raise ValueError(
-                f"num_v_heads is {self.num_v_heads}; in KDA it must be num_heads, {self.num_heads}"
-            )
-        rank, key_dim, value_dim = self.head_v_dim, self.q_proj.out_features, self.v_proj.out_features
+        self.decay_lower_bound = check_lower_bound(decay_lower_bound)
+        self.fuses = decay_lower_bound is None
+        rank, value_dim, decays = (
+            self.head_v_dim,
+            self.v_proj.out_features,
+            self.num_v_heads * self.head_k_dim,
+        )
         self.f_proj = nn.Sequential(
-            nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, key_dim, bias=False)
+            nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, decays, bias=False)
         )
         self.g_proj = nn.Sequential(nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, value_dim))
-        self._add_decay_parameters(key_dim)
+        self._add_decay_parameters(decays)
+
+    def initial_decay(self) -> tuple[Tensor, Tensor]:
+        A_log, dt_bias = super().initial_decay()
+        return (A_log if self.decay_lower_bound is None else torch.zeros_like(A_log)), dt_bias
 
     def log_decay(self, x: Tensor) -> Tensor:
-        return self._decay(self.f_proj(x))  # [B, T, HV, K]
+        return self._decay(self.f_proj(x), self.decay_lower_bound)  # [B, T, HV, K]
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_norm(o, self.g_proj(x).unflatten(-1, o.shape[2:]))
 
     def step_gates(self, x: Tensor) -> tuple[dict[str, Tensor], str | None]:
         return self._step_gates(self.f_proj(x), self.g_proj(x)), self.output_gate
+
+
+def check_lower_bound(x: float | None) -> float | None:
+    """A `decay_lower_bound` that can be."""
+    if x is not None and not checks.number("decay_lower_bound", x) < 0:
+        raise ValueError(f"decay_lower_bound is {x}; it must be below 0, being the logarithm of a decay")
+    return x

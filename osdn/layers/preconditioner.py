@@ -164,6 +164,27 @@ def check_settings(settings: Settings, head_k_dim: int, has_decay: bool) -> None
         )
 
 
+def for_strength(settings: Settings | Mapping[str, Any], strongest: float) -> Settings:
+    """Settings for write strengths up to `strongest`, with a box that keeps every write stable.
+
+    A write multiplies what is stored under its key by `1 - beta * <d, k²>`, which must stay in [-1, 1].  Keys
+    have unit length, so `<d, k²>` is at most the upper bound of the box, and that times `strongest` must be
+    at most 2.  For strengths up to 1 the usual box, up to 2, is just that; for strengths up to 2 it ends at
+    1.  Newton's write keys satisfy it for any strength: `beta * <w, k>` is below 1.
+    """
+    if strongest > 1 and isinstance(settings, Mapping) and not settings.keys() & {"bounds", "rule"}:
+        settings = {**settings, "bounds": (0.5, 2 / strongest)}
+    made = PreconditionerConfig.of(settings)
+    if isinstance(made, PreconditionerConfig) and strongest > 1:
+        free = made.bounds is None or made.initial_scale == "free"
+        if free or (made.bounds is not None and made.bounds[1] * strongest > 2):
+            raise ValueError(
+                f"write strengths reach {strongest:g}, so the scale must not exceed {2 / strongest:g}; "
+                f"bounds is {made.bounds} and initial_scale {made.initial_scale!r}: change them"
+            )
+    return made
+
+
 class Retention(nn.Linear):
     """A learned retention before its sigmoid; it starts at 0.999 for every token, whatever the input."""
 
@@ -298,7 +319,7 @@ class PGDNPreconditioner(Preconditioner):
         self.A_log = nn.Parameter(torch.empty(key_heads))
         self.dt_bias = nn.Parameter(torch.empty(key_heads))
         self.center = nn.Parameter(torch.full((key_heads,), float(config.center)))
-        self.A_log.data, self.dt_bias.data = self.initial_decay()
+        set_values((self.A_log, self.dt_bias), self.initial_decay())
 
     def initial_decay(self) -> tuple[Tensor, Tensor]:
         return first_decay(self.A_log.shape, self.dt_bias.shape, self.rates)
@@ -330,3 +351,10 @@ def first_decay(A_log: torch.Size, dt_bias: torch.Size, rates: tuple[float, floa
     rate = torch.empty(A_log).uniform_(*rates).clamp_min(1e-6).log()
     dt = torch.empty(dt_bias).uniform_(math.log(0.001), math.log(0.1)).exp().clamp_min(1e-4)
     return rate, dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+
+
+@torch.no_grad()
+def set_values(parameters: tuple[nn.Parameter, ...], values: tuple[Tensor, ...]) -> None:
+    """Give parameters, which may be without memory, their first values."""
+    for parameter, value in zip(parameters, values):
+        parameter.copy_(value)

@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, PreconditionerConfig, TokenMixer
-from osdn.layers.preconditioner import RULES, check_settings
+from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, TokenMixer
+from osdn.layers.mixers import GATES, check_lower_bound
+from osdn.layers.preconditioner import RULES, check_settings, for_strength
+from osdn.models.attention import FULL, SLIDING, AttentionConfig
 from osdn.ops import checks
 from osdn.ops.operators import check_backend
 
@@ -33,6 +35,25 @@ REMOTE_CLASSES = {
 }
 
 
+class _AllLinear:
+    """The layer types of a model that is no hybrid, as `transformers` reads them to choose a cache.
+
+    Not a data descriptor: those of a hybrid are an attribute of the configuration, and come first.
+    """
+
+    def __get__(self, config: "OSDNConfig | None", owner: type) -> list[str]:
+        return [] if config is None else ["delta_rule"] * config.num_hidden_layers
+
+
+LAYER_TYPES = ("linear_attention", FULL, SLIDING)
+ADDED = {
+    "attention": None,
+    "allow_neg_eigval": False,
+    "output_gate_activation": None,
+    "decay_lower_bound": None,
+}  # saved only where they are set: fields that came after version 0.1
+
+
 class OSDNConfig(PreTrainedConfig):
     """Configuration of `OSDNModel` and `OSDNForCausalLM`.
 
@@ -42,7 +63,7 @@ class OSDNConfig(PreTrainedConfig):
             the plain backbone.
         vocab_size, hidden_size, num_hidden_layers: as everywhere.
         num_heads: heads of queries and keys.
-        num_v_heads: heads of the values (grouped value attention, Gated DeltaNet only); None is `num_heads`.
+        num_v_heads: heads of the values (grouped value attention, not in DeltaNet); None is `num_heads`.
         head_k_dim: channels of a key; None is `hidden_size / num_heads`.
         head_v_dim: channels of a value; None is `head_k_dim`.
         intermediate_size: width of the SwiGLU; None is 8/3 of the hidden size, up to a multiple of 256.
@@ -50,9 +71,15 @@ class OSDNConfig(PreTrainedConfig):
         norm_eps: epsilon of every RMS norm.
         beta_bias: where a learned bias of the write gate starts; None is a gate without one.
         write_scale: a constant factor of every write strength.
+        allow_neg_eigval: whether write strengths reach 2 instead of 1.
+        output_gate_activation: of Gated DeltaNet: "swish" (or "silu"), or "sigmoid"; None is "swish".
+        decay_lower_bound: of KDA: the logarithm of a decay lies between this and 0; None is no bound.
         initializer_range: standard deviation that projections, convolutions and embeddings start with.
         max_position_embeddings: the training context, for tools that ask; the model has no positions.
         backend: which implementation of the operators to use.
+        layer_types: the kind of each layer of a hybrid model: "linear_attention" (the backbone's),
+            "full_attention" or "sliding_attention"; left out, all layers are the backbone's.
+        attention: the settings of an `AttentionConfig`, for hybrid models.
 
     >>> OSDNConfig.from_preset("osdn-apf-340m").preconditioner["retention"]
     'learned'
@@ -61,6 +88,8 @@ class OSDNConfig(PreTrainedConfig):
     model_type = "osdn"
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
     attribute_map: ClassVar = {"num_attention_heads": "num_heads"}
+
+    layer_types = _AllLinear()
 
     backbone: str = "delta_net"
     preconditioner: dict[str, Any] | None = None
@@ -77,8 +106,12 @@ class OSDNConfig(PreTrainedConfig):
     norm_eps: float = 1e-6
     beta_bias: float | None = None
     write_scale: float = 1.0
+    allow_neg_eigval: bool = False
+    output_gate_activation: str | None = None
+    decay_lower_bound: float | None = None
     initializer_range: float = 0.02
     max_position_embeddings: int = 4096
+    attention: dict[str, Any] | None = None
     backend: str = "auto"
     run_name: str | None = None  # of the run that trained it, written by the trainer
     use_cache: bool = True
@@ -96,6 +129,8 @@ class OSDNConfig(PreTrainedConfig):
             )
         for alias in kwargs.keys() & self.attribute_map.keys():  # before sizes are derived from them
             setattr(self, alias, kwargs.pop(alias))
+        if (layer_types := kwargs.pop("layer_types", None)) is not None:
+            self.layer_types = list(layer_types)
         # `transformers` keeps what it does not know, as a later version's fields; not what is only misspelt.
         for name in kwargs:
             if meant := get_close_matches(name, self.own_fields(), 1, cutoff=0.7):
@@ -115,7 +150,9 @@ class OSDNConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             self.intermediate_size = 256 * -(-(self.hidden_size * 8 // 3) // 256)
         if self.preconditioner is not None:
-            self.preconditioner = PreconditionerConfig.of(self.preconditioner).to_dict()
+            self.preconditioner = for_strength(self.preconditioner, self.strongest).to_dict()
+        if self.attention is not None:
+            self.attention = AttentionConfig.of(self.attention, self.hidden_size).to_dict()
         super().__post_init__(**kwargs)
         self.validate()
 
@@ -129,13 +166,43 @@ class OSDNConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_v_heads is {self.num_v_heads}; it must be a multiple of num_heads, {self.num_heads}"
             )
-        if self.num_v_heads != self.num_heads and self.backbone != "gated_delta_net":
+        if self.num_v_heads != self.num_heads and self.backbone == "delta_net":
             raise ValueError(
-                f"num_v_heads can differ from num_heads in gated_delta_net, not in {self.backbone}"
+                "num_v_heads can differ from num_heads in gated_delta_net and kda, not in delta_net"
             )
+        for name, backbone in (("output_gate_activation", "gated_delta_net"), ("decay_lower_bound", "kda")):
+            if getattr(self, name) is not None and self.backbone != backbone:
+                raise ValueError(f"{name} is an option of {backbone}; the backbone is {self.backbone}")
+        if self.output_gate_activation not in (None, *GATES):
+            got = self.output_gate_activation
+            raise ValueError(f"output_gate_activation is {got!r}; it must be one of {', '.join(GATES)}")
+        check_lower_bound(self.decay_lower_bound)
         if self.preconditioner is not None:
-            settings = PreconditionerConfig.of(self.preconditioner)
+            settings = for_strength(self.preconditioner, self.strongest)
             check_settings(settings, self.head_k_dim, MIXERS[self.backbone].has_decay)
+
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        if not self.is_hybrid:
+            if self.attention is not None:
+                raise ValueError("attention is for hybrid models; say in layer_types which layers have it")
+            return
+        kinds = self.layer_types
+        if unknown := sorted({str(kind) for kind in kinds} - set(LAYER_TYPES)):
+            raise ValueError(f"layer_types has {', '.join(unknown)}; there are {', '.join(LAYER_TYPES)}")
+        if len(kinds) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(kinds)} entries; num_hidden_layers is {self.num_hidden_layers}"
+            )
+        if "linear_attention" not in kinds:
+            raise ValueError("layer_types has no linear_attention: without one this would be a Transformer")
+        if {FULL, SLIDING} & set(kinds):
+            if self.attention is None:
+                raise ValueError('hybrid models need attention={"num_heads": ...}, the settings of attention')
+            settings = AttentionConfig.of(self.attention, self.hidden_size)
+            if SLIDING in kinds and settings.window is None:
+                raise ValueError("a sliding_attention layer needs attention.window, the tokens that it sees")
 
     def _check_sizes(self) -> None:
         for name in (
@@ -153,12 +220,6 @@ class OSDNConfig(PreTrainedConfig):
             raise ValueError(
                 f"pad_token_id is {self.pad_token_id}; it must be below vocab_size, {self.vocab_size}"
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        from osdn.models.registration import register_lora_targets
-
-        register_lora_targets()  # PEFT asks for this before it looks for the modules to adapt
-        return super().to_dict()
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
@@ -178,9 +239,34 @@ class OSDNConfig(PreTrainedConfig):
         """Nothing is left to do: every checkpoint names its classes (see `save_pretrained`)."""
 
     @property
-    def layer_types(self) -> list[str]:
-        """What `transformers` reads to choose the cache of each layer (see `cache.py`)."""
-        return ["delta_rule"] * self.num_hidden_layers
+    def strongest(self) -> float:
+        """The largest write strength, before `write_scale`."""
+        return 2.0 if self.allow_neg_eigval else 1.0
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether `layer_types` was given."""
+        return "layer_types" in self.__dict__
+
+    @property
+    def linear_layers(self) -> int:
+        """How many layers are the backbone's."""
+        return sum(kind in ("delta_rule", "linear_attention") for kind in self.layer_types)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Where `transformers` looks for the window of sliding layers."""
+        return None if self.attention is None else self.attention["window"]
+
+    def to_dict(self) -> dict[str, Any]:
+        from osdn.models.registration import register_lora_targets
+
+        register_lora_targets()  # PEFT asks for this before it looks for the modules to adapt
+        content = super().to_dict()
+        for name, usual in ADDED.items():
+            if content.get(name) == usual:
+                content.pop(name, None)
+        return content
 
     @property
     def mixer(self) -> dict[str, Any]:
@@ -194,24 +280,33 @@ class OSDNConfig(PreTrainedConfig):
             "conv_size",
             "norm_eps",
         ]
-        gate = ("beta_bias", "write_scale")
-        return {name: getattr(self, name) for name in (*sizes, *gate, "preconditioner", "backend")}
+        gate = ("beta_bias", "write_scale", "allow_neg_eigval")
+        own = [
+            name
+            for name in ("output_gate_activation", "decay_lower_bound")
+            if getattr(self, name) is not None
+        ]
+        return {name: getattr(self, name) for name in (*sizes, *gate, *own, "preconditioner", "backend")}
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "OSDNConfig":
         """One of the paper's models, say "osdn-340m", with any field replaced; `osdn.PRESETS` lists them."""
-        from osdn.models.presets import PRESETS
+        from osdn.models.presets import PRESETS, every_fourth
 
         if name not in PRESETS:
             raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
-        known = {field.name for field in fields(cls)} | cls.attribute_map.keys() | {"num_labels"}
+        known = {field.name for field in fields(cls)} | cls.attribute_map.keys()
+        known |= {"num_labels", "layer_types"}
         if unknown := sorted(overrides.keys() - known):
             raise ValueError(
                 f"there is no field {', '.join(unknown)}; there are {', '.join(cls.own_fields())}"
             )
-        return cls(**(PRESETS[name] | overrides))
+        settings = PRESETS[name] | overrides
+        if "layer_types" in PRESETS[name] and "layer_types" not in overrides:
+            settings["layer_types"] = every_fourth(settings["num_hidden_layers"])
+        return cls(**settings)
 
     @classmethod
     def own_fields(cls) -> list[str]:
         """The fields that are not those of every model."""
-        return [field.name for field in fields(cls) if field.name in cls.__annotations__]
+        return [*(field.name for field in fields(cls) if field.name in cls.__annotations__), "layer_types"]

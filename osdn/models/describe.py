@@ -1,11 +1,13 @@
-"""What a model costs: parameters, the state a sequence keeps, flops a token, next to the paper's figures."""
+"""What a model costs: parameters, what a sequence keeps, flops per token, next to the paper's figures."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from osdn.models.attention import FULL, SLIDING, AttentionConfig
 from osdn.models.checkpoints import saved_settings
 from osdn.models.configuration_osdn import OSDNConfig
 from osdn.models.identity import preset_of
@@ -47,8 +49,12 @@ class Description:
     preconditioner_parameters: int
     state_mib: float  # of one sequence in bfloat16, without the convolutions' tails
     scale_mib: float  # what the scale adds to it
-    forward_flops: int  # of one token
+    forward_flops: int  # of one token, without what attention does with earlier tokens
     paper_state_mib: float | None
+    attention_layers: int = 0  # of a hybrid model
+    cache_kib_per_token: float = 0.0  # keys and values of full attention, one sequence in bfloat16
+    window_mib: float = 0.0  # keys and values of sliding attention, at the most
+    flops_per_earlier_token: int = 0  # what full attention adds for each token that it sees
 
     def rows(self) -> list[tuple[str, str]]:
         """Pairs of a label and a value, for people."""
@@ -70,6 +76,12 @@ class Description:
             ),
             ("forward flops a token", f"{self.forward_flops:,}"),
         ]
+        if self.attention_layers:
+            rows.insert(2, ("attention", f"{self.attention_layers} of the layers"))
+            rows.append(("keys and values, bf16", f"{self.cache_kib_per_token:.3f} KiB per token"))
+            if self.window_mib:
+                rows.append(("of the windows", f"at most {self.window_mib:.3f} MiB per sequence"))
+            rows.append(("flops per token seen", f"{self.flops_per_earlier_token:,}"))
         if self.paper_state_mib is not None:
             total = self.state_mib + self.scale_mib
             rows.append(("state and scale", f"{total:.3f} MiB (the paper: {self.paper_state_mib:.3f} MiB)"))
@@ -93,7 +105,7 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
         with torch.device("meta"):
             model = OSDNForCausalLM(config)
     preset = preset_of(config)
-    heads = config.num_hidden_layers * config.num_v_heads
+    heads = config.linear_layers * config.num_v_heads
     own = [p for name, p in model.named_parameters() if ".preconditioner." in name]
     return Description(
         preset=preset,
@@ -109,7 +121,25 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
         scale_mib=heads * config.head_k_dim * _block_size(config) * 2 / MIB,
         forward_flops=_forward_flops(model, config),
         paper_state_mib=PAPER_STATE_MIB.get(preset or ""),
+        **_attention_costs(config),
     )
+
+
+def _attention_costs(config: OSDNConfig) -> dict[str, Any]:
+    """Two bytes for each number in keys and values; a score and its share of the output take 4 flops each."""
+    if config.attention is None:
+        return {}
+    full, sliding = (config.layer_types.count(kind) for kind in (FULL, SLIDING))
+    settings = AttentionConfig.of(config.attention, config.hidden_size)
+    assert settings.num_kv_heads is not None
+    assert settings.head_dim is not None
+    per_token = 4 * settings.num_kv_heads * settings.head_dim  # bytes per layer
+    return {
+        "attention_layers": full + sliding,
+        "cache_kib_per_token": full * per_token / 1024,
+        "window_mib": sliding * per_token * (settings.window or 0) / MIB,
+        "flops_per_earlier_token": full * 4 * settings.num_heads * settings.head_dim,
+    }
 
 
 def load_config(name: str | Path) -> OSDNConfig:
@@ -134,7 +164,7 @@ def _forward_flops(model: OSDNForCausalLM, config: OSDNConfig) -> int:
     takes a dot product, a step and the write key: 8·K a head.  Other elementwise work is left out.
     """
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv1d)))
-    heads, K, V = config.num_hidden_layers * config.num_v_heads, config.head_k_dim, config.head_v_dim
+    heads, K, V = config.linear_layers * config.num_v_heads, config.head_k_dim, config.head_v_dim
     recurrence = heads * (6 * K * V + 8 * K * _block_size(config))
     return 2 * weights + recurrence
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from osdn.models.configuration_osdn import OSDNConfig
+from osdn.models.configuration_osdn import ADDED, OSDNConfig
 from osdn.models.presets import PRESETS
 
 DIGITS = 16  # of the digest: enough to tell checkpoints apart, short enough to read
@@ -66,7 +66,7 @@ def preset_of(config: OSDNConfig) -> str | None:
         preset = OSDNConfig.from_preset(name)
         if preset.mixer | {"backend": None} == config.mixer | {"backend": None} and all(
             getattr(preset, k) == getattr(config, k)
-            for k in ("backbone", "vocab_size", "num_hidden_layers", "intermediate_size")
+            for k in ("backbone", "vocab_size", "layer_types", "attention", "intermediate_size")
         ):
             return name
     return None
@@ -77,10 +77,14 @@ def block(config: PreTrainedConfig) -> str:
     if not isinstance(config, OSDNConfig):
         return str(config.model_type)
     heads = f"{config.num_heads} heads of {config.head_k_dim} × {config.head_v_dim}"
-    return (
-        f"{config.backbone}, {config.num_hidden_layers} layers of width {config.hidden_size}, {heads}, "
-        f"vocabulary {config.vocab_size}"
-    )
+    layers = f"{config.num_hidden_layers} layers of width {config.hidden_size}"
+    if config.attention is not None:  # which of them, and how, is in the digest
+        settings = repr((config.layer_types, sorted(config.attention.items())))
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
+        layers += f", {config.num_hidden_layers - config.linear_layers} of them attention ({digest})"
+    options = [f"{x}={getattr(config, x)}" for x, usual in ADDED.items() if getattr(config, x) != usual]
+    others = "".join(f"{x}, " for x in options if not x.startswith("attention="))
+    return f"{config.backbone}, {layers}, {heads}, {others}vocabulary {config.vocab_size}"
 
 
 def weights_digest(checkpoint: str, config: PreTrainedConfig) -> str | None:

@@ -2,7 +2,8 @@
 
 The parameters of its DeltaNet, Gated DeltaNet and KDA models have the names and shapes of ours, so that only
 the configuration is translated; those of PGDN's and PKDA's preconditioners have names of their own.  Loading
-is strict: a model that would not compute what was trained is refused.
+is strict: a model that would not compute what was trained is refused, and so is a configuration with a key
+that this module does not know.  What the keys mean was read from version 0.6.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from osdn.layers import PreconditionerConfig
+from osdn.models.attention import FULL, SLIDING
 from osdn.models.configuration_osdn import OSDNConfig
 from osdn.models.modeling_osdn import OSDNForCausalLM
 
@@ -41,7 +43,7 @@ FORMATS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "kda",
         "KDAForCausalLM",
         {"hidden_size": 2048, "num_heads": 16, "num_hidden_layers": 24, "head_dim": 128, "expand_v": 1.0},
-        {"safe_gate": False},
+        {},
     ),
     "precond_gated_deltanet": (
         "gated_delta_net",
@@ -53,7 +55,7 @@ FORMATS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "kda",
         "PrecondKDAForCausalLM",
         {"hidden_size": 2048, "num_heads": 16, "num_hidden_layers": 24, "head_dim": 128, "expand_v": 1.0},
-        {"safe_gate": False, "lower_bound": None},
+        {"num_v_heads": None},  # its write gate has one number per key head
     ),
 }
 # What its preconditioner's settings and parameters are called, and what they are called here.
@@ -72,18 +74,33 @@ for names in PGDN_NAMES.values():
 FIXED = {
     "use_short_conv": True,
     "conv_bias": False,
-    "allow_neg_eigval": False,
     "hidden_act": "swish",
-    "hidden_ratio": 4,
     "norm_first": False,
-    "attn": None,
     "attnres_block_size": None,
 }
 SAME = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "num_v_heads", "intermediate_size",
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size",
     "conv_size", "norm_eps", "initializer_range", "max_position_embeddings", "tie_word_embeddings",
-    "use_cache", "pad_token_id", "bos_token_id", "eos_token_id",
+    "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "allow_neg_eigval",
 )  # fmt: skip
+TRANSLATED = ("hidden_ratio", "attn")
+OWN: dict[str, tuple[str, ...]] = {  # keys of one format alone
+    "delta_net": ("expand_k", "expand_v"),
+    "gated_deltanet": ("head_dim", "expand_v", "num_v_heads", "output_gate_activation"),
+    "kda": ("head_dim", "expand_v", "num_v_heads", "lower_bound", "safe_gate"),
+    "precond_gated_deltanet": ("head_dim", "expand_v", "num_v_heads", *PGDN_SETTINGS),
+    "precond_kda": ("head_dim", "expand_v", "num_v_heads", "lower_bound", "safe_gate", *PGDN_SETTINGS),
+}
+# What changes how its kernels run, how it was trained or where it was saved, and nothing that is computed.
+WITHOUT_EFFECT = (
+    "attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp",
+    "a_log_init_lower", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version",
+    "_name_or_path", "_attn_implementation_autoset", "architectures", "id2label", "label2id", "problem_type",
+    "output_hidden_states", "output_attentions", "return_dict", "is_encoder_decoder", "is_decoder",
+    "chunk_size_feed_forward", "tokenizer_class", "torchscript", "use_bfloat16",
+)  # fmt: skip
+ATTENTION = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta", "qk_norm")
+QK_NORM_EPS = 1e-5  # of its norms of queries and keys
 
 
 def load_flash_linear_attention(
@@ -147,10 +164,15 @@ def config_from_flash_linear_attention(
     if kind not in FORMATS:
         raise ValueError(f"model_type is {kind!r}; this loads {', '.join(FORMATS)} of flash-linear-attention")
     backbone, _, defaults, fixed = FORMATS[kind]
-    settings = {**defaults, **settings}
     fixed = FIXED | fixed
-    if settings.get("intermediate_size") is not None:
-        del fixed["hidden_ratio"]  # then it has no effect
+    handled = {*SAME, *TRANSLATED, *OWN[kind], *fixed}
+    if unknown := sorted(settings.keys() - handled - set(WITHOUT_EFFECT)):
+        found = ", ".join(f"{k} = {settings[k]!r}" for k in unknown)
+        raise ValueError(
+            f"this {kind} model cannot be loaded: it has {found}, and what that computes is not known here; "
+            f"known are {', '.join(sorted(handled))}, and, having no effect, {', '.join(WITHOUT_EFFECT)}"
+        )
+    settings = {**defaults, **settings}
     different = [
         f"{k} = {settings[k]!r} (we compute {v!r})" for k, v in fixed.items() if settings.get(k, v) != v
     ]
@@ -168,10 +190,78 @@ def config_from_flash_linear_attention(
             )
         own = {ours: settings[theirs] for theirs, ours in PGDN_SETTINGS.items() if theirs in settings}
         preconditioner = {"rule": "pgdn", **own}
-    same = {k: settings[k] for k in SAME if k in settings}
+    same = {k: settings[k] for k in (*SAME, "num_v_heads", "output_gate_activation") if k in settings}
+    if same.get("output_gate_activation") in ("swish", "silu"):
+        del same["output_gate_activation"]  # as always
+    if same.get("intermediate_size") is None:
+        ratio = settings.get("hidden_ratio")
+        same["intermediate_size"] = 256 * -(-int(width * (4 if ratio is None else ratio) * 2 / 3) // 256)
+    if settings.get("safe_gate") and settings.get("lower_bound") is None:
+        raise ValueError(f"this {kind} model cannot be loaded: safe_gate = True needs a lower_bound")
     return OSDNConfig(
-        backbone=backbone, preconditioner=preconditioner, head_k_dim=int(key), head_v_dim=int(value), **same
+        backbone=backbone,
+        preconditioner=preconditioner,
+        head_k_dim=int(key),
+        head_v_dim=int(value),
+        decay_lower_bound=settings.get("lower_bound"),
+        **same,
+        **_hybrid(settings.get("attn"), settings["num_hidden_layers"]),
     )
+
+
+def _hybrid(attn: Any, layers: int) -> dict[str, Any]:
+    """Our `layer_types` and `attention` for its `attn`: None, a dictionary, or a list of them."""
+    if not attn:
+        return {}
+    kinds, found = ["linear_attention"] * layers, []
+    windows = set()
+    for spec in [attn] if isinstance(attn, Mapping) else attn:
+        if unknown := sorted(set(spec) - set(ATTENTION)):
+            raise ValueError(
+                f"attn has {', '.join(f'{k} = {spec[k]!r}' for k in unknown)}, and what that computes is not "
+                f"known here; known are {', '.join(ATTENTION)}"
+            )
+        window = spec.get("window_size")
+        for i in spec["layers"]:
+            if not 0 <= i < layers:
+                raise ValueError(f"attn.layers has {i}; the model has {layers} layers, counted from 0")
+            kinds[i] = FULL if window is None else SLIDING
+        windows |= {window} - {None}
+        settings = {k: spec[k] for k in ("num_heads", "num_kv_heads", "qkv_bias", "qk_norm") if k in spec}
+        found.append(settings | {"rope_theta": spec.get("rope_theta", 10_000.0)})
+    if any(settings != found[0] for settings in found) or len(windows) > 1:
+        raise ValueError(
+            f"attn = {attn!r}: attention layers can differ in whether they have the window alone"
+        )
+    if found[0]["rope_theta"] is None:
+        raise ValueError("attn.rope_theta is None; flash-linear-attention has no attention without positions")
+    norm = {"qk_norm_eps": QK_NORM_EPS} if found[0].get("qk_norm") else {}
+    return {
+        "layer_types": kinds,
+        "attention": found[0] | norm | {"window": windows.pop() if windows else None},
+    }
+
+
+def _attn(config: OSDNConfig) -> dict[str, Any] | list[dict[str, Any]] | None:
+    """Its `attn` for our attention layers."""
+    if config.attention is None:
+        return None
+    settings = config.attention
+    wanted = {"qk_norm": False, "output_gate": False, "head_dim": config.hidden_size // settings["num_heads"]}
+    if different := [f"{k} = {settings[k]!r}" for k, v in wanted.items() if settings[k] != v]:
+        raise ValueError(f"the attention of flash-linear-attention has no {', '.join(different)}")
+    if settings["rope_theta"] is None:
+        raise ValueError("flash-linear-attention has no attention without positions (rope_theta = None)")
+    specs = [
+        {
+            "layers": [i for i, found in enumerate(config.layer_types) if found == kind],
+            "window_size": settings["window"] if kind == SLIDING else None,
+            **{k: settings[k] for k in ("num_heads", "num_kv_heads", "qkv_bias", "rope_theta")},
+        }
+        for kind in (FULL, SLIDING)
+        if kind in config.layer_types
+    ]
+    return specs if len(specs) > 1 else specs[0]
 
 
 def config_to_flash_linear_attention(config: OSDNConfig) -> dict[str, Any]:
@@ -199,7 +289,21 @@ def config_to_flash_linear_attention(config: OSDNConfig) -> dict[str, Any]:
         heads["expand_v"] = config.num_heads * config.head_v_dim / config.hidden_size
     else:
         heads = {"head_dim": config.head_k_dim, "expand_v": config.head_v_dim / config.head_k_dim}
-    same = {k: getattr(config, k) for k in SAME}
+    same = {k: getattr(config, k) for k in SAME} | {"attn": _attn(config), "hidden_ratio": 4}
+    if kind != "delta_net":
+        same["num_v_heads"] = config.num_v_heads
+    if config.backbone == "kda":
+        same |= {"lower_bound": config.decay_lower_bound, "safe_gate": False}
+    if config.output_gate_activation == "sigmoid":
+        if kind != "gated_deltanet":
+            raise ValueError(f"a {kind} model of flash-linear-attention has no output_gate_activation")
+        same["output_gate_activation"] = "sigmoid"
+    if kind == "precond_kda":
+        if config.num_v_heads != config.num_heads:
+            raise ValueError(
+                "a precond_kda model of flash-linear-attention has as many value as key heads here"
+            )
+        same["num_v_heads"] = None
     if pgdn:
         assert settings is not None
         same |= {theirs: settings[ours] for theirs, ours in PGDN_SETTINGS.items()}

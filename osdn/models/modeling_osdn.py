@@ -1,9 +1,7 @@
 """`OSDNModel` and `OSDNForCausalLM`: pre-norm blocks of a token mixer and a SwiGLU, for `transformers`.
 
-Sequences of different lengths never meet padding: a padded batch is gathered into one packed row before the
-first block and spread out again after the last, so that state, scale and convolutions see real tokens only
-and padding costs nothing.  The loss is computed for a few rows of logits at a time and never holds them
-all.
+Padded batches run as one row of their sequences without padding (see `layout.py`).  The loss is computed for
+a few rows of logits at a time and never holds them all.
 """
 
 from typing import Any
@@ -22,9 +20,11 @@ from transformers.utils import can_return_tuple
 from osdn.layers.mixers import DecayingMixer, WriteGate
 from osdn.layers.precision import RMSNorm, widen
 from osdn.layers.preconditioner import PGDNPreconditioner, Preconditioner, Retention
-from osdn.models.cache import check_cache
+from osdn.models.attention import FULL, SLIDING, Attention, AttentionInputs, attention_inputs
+from osdn.models.cache import DeltaRuleCacheLayer, check_cache
 from osdn.models.configuration_osdn import MIXERS, OSDNConfig
-from osdn.ops import checks, watched
+from osdn.models.layout import Layout, lay_out
+from osdn.ops import watched
 
 IGNORED_LABEL = -100
 LABELS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -49,22 +49,45 @@ class OSDNBlock(GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
         self.attn_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = MIXERS[config.backbone](**config.mixer)
+        self.attn: nn.Module
+        if config.layer_types[layer_idx] in (FULL, SLIDING):
+            self.attn = Attention(config, layer_idx)
+        else:
+            self.attn = MIXERS[config.backbone](**config.mixer)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = OSDNMLP(config)
 
     def forward(
-        self, hidden_states: Tensor, past_key_values: Cache | None = None, cu_seqlens: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        past_key_values: Cache | None = None,
+        layout: Layout | None = None,
+        attention: AttentionInputs | None = None,
     ) -> Tensor:
-        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        state = None if cache is None else cache.load()
-        mixed, state = self.attn(
-            self.attn_norm(hidden_states), state, cu_seqlens=cu_seqlens, output_final_state=cache is not None
-        )
-        if cache is not None:
-            cache.update(state)
+        x = self.attn_norm(hidden_states)
+        if isinstance(self.attn, Attention):
+            assert layout is not None
+            mixed = layout.gather(self.attn(layout.spread(x), attention, past_key_values))
+        else:
+            mixed = self._mix(x, past_key_values, layout)
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+
+    def _mix(self, x: Tensor, past_key_values: Cache | None, layout: Layout | None) -> Tensor:
+        cu_seqlens = None if layout is None else layout.cu_seqlens
+        if past_key_values is None:
+            return self.attn(x, cu_seqlens=cu_seqlens)[0]
+        cache = past_key_values.layers[self.layer_idx]
+        state, unread = cache.load(), cache.unread
+        if unread is not None:
+            x = torch.cat([unread, x], 1)
+            cu_seqlens = None if cu_seqlens is None else F.pad(cu_seqlens[1:] + unread.shape[1], (1, 0))
+        padding = layout is not None and layout.padding is not None
+        if padding and state is not None:
+            state = state.map(lambda x: torch.cat([x, torch.zeros_like(x[:1])]))
+        mixed, state = self.attn(x, state, cu_seqlens=cu_seqlens, output_final_state=True)
+        cache.update(state.map(lambda x: x[:-1]) if padding else state, x)
+        return mixed if unread is None else mixed[:, unread.shape[1] :]
 
 
 class OSDNPreTrainedModel(PreTrainedModel):
@@ -74,7 +97,10 @@ class OSDNPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["OSDNBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _is_stateful = True
+    _can_compile_fullgraph = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -121,16 +147,19 @@ class OSDNModel(OSDNPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seqlens: Tensor | None = None,
+        output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Run the blocks over `input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`.
 
         Args:
             attention_mask: `[B, ≥ T]`, 0 at padding, which may be anywhere; the last T columns count.
-            position_ids: `[B, T]`; used only to find where packed sequences begin, namely where positions do
-                not go up by one (the padding-free collator of `transformers`).
+            position_ids: `[B, T]`, the positions that the attention of hybrid models sees; counted here if
+                None.  Where they do not go up by one, another sequence begins (the padding-free collator
+                of `transformers`).  While a program is traced, that is so unless a cache is asked for.
             past_key_values: the cache of earlier tokens, `DynamicCache(config=model.config)`.
             cu_seqlens: `[N + 1]` boundaries of sequences packed into one row; also as `cu_seq_lens_q`.
+            kwargs: also `seq_idx` `[B, T]`, the number of the sequence that each token of a row belongs to.
         """
         if input_ids is not None and inputs_embeds is None:
             if input_ids.ndim != 2:
@@ -142,50 +171,68 @@ class OSDNModel(OSDNPreTrainedModel):
             x = inputs_embeds
         else:
             raise ValueError("pass either input_ids or inputs_embeds")
-        B, T, D = x.shape
+        B, T, _ = x.shape
         if cu_seqlens is None:
             cu_seqlens = kwargs.get("cu_seq_lens_q")
-        tokens, cu_seqlens, packed = _layout(B, T, attention_mask, position_ids, cu_seqlens)
-        past_key_values = self._cache(past_key_values, use_cache, packed, B)
-        if cu_seqlens is not None:  # one row of all sequences
-            x = x.reshape(1, B * T, D) if tokens is None else x.flatten(0, 1)[tokens][None]
-
+        cached = past_key_values is not None or bool(use_cache)
+        layout = lay_out(B, T, attention_mask, position_ids, cu_seqlens, kwargs.get("seq_idx"), cached)
+        past_key_values, seen = self._cache(past_key_values, use_cache, layout)
+        weights = self._weights(output_attentions)
+        attention = None
+        if self.config.attention is not None:
+            inputs = (x, layout, attention_mask, position_ids, past_key_values, seen, weights)
+            attention = attention_inputs(self.config, *inputs)
+        x = layout.gather(x)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden = []
         for layer in self.layers:
             if output_hidden_states:
-                hidden.append(_spread(x, tokens, B, T))
-            x = layer(x, past_key_values=past_key_values, cu_seqlens=cu_seqlens)
-        x = _spread(self.norm(x), tokens, B, T)
+                hidden.append(layout.spread(x))
+                x = layout.gather(hidden[-1])  # what is returned is what the next layer reads
+            x = layer(x, past_key_values=past_key_values, layout=layout, attention=attention)
+        x = layout.spread(self.norm(x))
         if past_key_values is not None:
             for cache in past_key_values.layers:
-                cache.seen_tokens += T
+                if isinstance(cache, DeltaRuleCacheLayer):
+                    cache.seen_tokens += T
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values,
             hidden_states=(*hidden, x) if output_hidden_states else None,
+            attentions=None if weights is None else tuple(weights),
         )
 
-    def _cache(self, cache: Cache | None, use_cache: bool | None, packed: bool, B: int) -> Cache | None:
-        if packed:
+    def _weights(self, wanted: bool | None) -> list[Tensor | None] | None:
+        """Where attention layers leave their weights, if that is wanted."""
+        if not (self.config.output_attentions if wanted is None else wanted):
+            return None
+        if self.config.attention is None:
+            raise ValueError("output_attentions=True: this model has no attention weights; leave it out")
+        if self.config._attn_implementation != "eager" or (self.training and self.gradient_checkpointing):
+            raise ValueError(
+                'output_attentions=True needs set_attn_implementation("eager"), and no gradient checkpointing'
+            )
+        return []
+
+    def _cache(self, cache: Cache | None, use_cache: bool | None, layout: Layout) -> tuple[Cache | None, int]:
+        """The cache to use, and how many tokens it has seen."""
+        if layout.packed:
             if cache is not None or use_cache:
                 raise ValueError("a packed row cannot be cached: pass its sequences as a padded batch")
-            return None
+            return None, 0
         if self.training and self.gradient_checkpointing:  # a layer that is run twice must not be told of it
             if cache is not None:
                 raise ValueError(
                     "gradient checkpointing cannot continue from past_key_values; "
                     "call gradient_checkpointing_disable() or pass None"
                 )
-            return None
+            return None, 0
         if cache is None:
             if use_cache is None:
                 use_cache = self.config.use_cache and not self.training
             cache = DynamicCache(config=self.config) if use_cache else None
-        if cache is not None:
-            check_cache(cache, len(self.layers), B)
-        return cache
+        return cache, 0 if cache is None else check_cache(cache, self.config.layer_types, layout.B)
 
 
 class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
@@ -260,6 +307,19 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        """The mask as it is: the layers need to know of padding, and make their own masks."""
+        return attention_mask
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse what `generate_batch` and the server's continuous batching begin with."""
+        raise NotImplementedError(
+            "continuous batching (generate_batch) pages keys and values, and this model keeps recurrent "
+            "states; call generate with a left-padded batch instead"
         )
 
     def _loss(self, hidden_states: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
@@ -306,54 +366,3 @@ def _check_labels(name: str, labels: Tensor, shape: torch.Size) -> None:
         )
     if labels.dtype not in LABELS:
         raise ValueError(f"{name} has dtype {labels.dtype}; it must hold whole numbers")
-
-
-def _layout(
-    B: int, T: int, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, bool]:
-    """How the batch is laid out as one row.
-
-    Returns:
-        the places of the tokens that are not padding, None for all of them; the boundaries of the sequences
-        when these tokens are laid end to end, None if the batch is a plain one; whether a row of the batch
-        holds several sequences.
-    """
-    tokens = cuts = None
-    if attention_mask is not None:
-        if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
-            raise ValueError(
-                f"attention_mask has shape {list(attention_mask.shape)}; "
-                f"it must be [{B}, {T} or more], 0 at padding"
-            )
-        mask = attention_mask[:, -T:] != 0
-        if not mask.is_meta and not bool(mask.all()):
-            tokens, cuts = mask.flatten().nonzero()[:, 0], F.pad(mask.sum(1).cumsum(0), (1, 0))
-    if cu_seqlens is not None:
-        checks.sequence_count(cu_seqlens, B)
-        if tokens is not None:
-            raise ValueError(
-                "cu_seqlens packs a row without padding; attention_mask must be None or all ones"
-            )
-        return None, cu_seqlens, True
-    if T > 1 and position_ids is not None:
-        if position_ids.shape not in ((B, T), (1, T)):
-            raise ValueError(
-                f"position_ids has shape {list(position_ids.shape)}; it must be [{B}, {T}] or [1, {T}]"
-            )
-        positions = position_ids.expand(B, T).flatten()
-        rows = torch.arange(B, device=positions.device).repeat_interleave(T)
-        if tokens is not None:
-            positions, rows = positions[tokens], rows[tokens]
-        restarts = (positions.diff() != 1) & (rows.diff() == 0)
-        if bool(restarts.any()):
-            if cuts is None:
-                cuts = torch.arange(0, B * T + 1, T, device=positions.device)
-            return tokens, torch.cat([cuts, restarts.nonzero()[:, 0] + 1]).unique(), True
-    return tokens, cuts, False
-
-
-def _spread(x: Tensor, tokens: Tensor | None, B: int, T: int) -> Tensor:
-    """Tokens back at their places in the batch, zeros at padding."""
-    if tokens is not None:
-        x = x.new_zeros(B * T, x.shape[-1]).index_copy(0, tokens, x[0])
-    return x.reshape(B, T, x.shape[-1])

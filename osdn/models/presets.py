@@ -1,6 +1,7 @@
 """The models by name: the paper's nine variants and three of Newton's method, at 340M and tiny; two at 1.3B.
 
-A preset is a variant (which backbone, which preconditioner) at a size (how many layers, how wide).
+A preset is a variant (which backbone, which preconditioner) at a size (how many layers, how wide).  All but
+those at 1.3B also exist as hybrids, whose every fourth layer is full attention.
 """
 
 from typing import Any
@@ -54,6 +55,36 @@ PRESETS: dict[str, dict[str, Any]] = {
     for size in SIZES
     for variant, (backbone, preconditioner) in VARIANTS.items()
 }
+
+
+def every_fourth(layers: int) -> list[str]:
+    """Three layers of the backbone, then one of full attention, and so on; of fewer than four, the last."""
+    full = range(3, layers, 4) if layers > 3 else [layers - 1]
+    return ["full_attention" if i in full else "linear_attention" for i in range(layers)]
+
+
+# Attention as in the production models with these layers: queries and keys are normalised and the output is
+# gated (Qwen3-Next), and there are no positions beside KDA, which keeps them itself (Kimi Linear,
+# https://arxiv.org/abs/2510.26692).
+ATTENTION: dict[str, dict[str, Any]] = {
+    "delta_net": {"qk_norm": True},
+    "gated_delta_net": {"qk_norm": True, "output_gate": True},
+    "kda": {"qk_norm": True, "output_gate": True, "rope_theta": None},
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "340m": {"num_heads": 16, "num_kv_heads": 4},
+    "tiny": {"num_heads": 4, "num_kv_heads": 2},
+}
+for _size in SIZES:
+    for _variant, (_backbone, _) in VARIANTS.items():
+        _preset = PRESETS[f"{_variant}-{_size}"]
+        _layers = 4 if _size == "tiny" else _preset["num_hidden_layers"]
+        PRESETS[f"{_variant}-hybrid-{_size}"] = {
+            **_preset,
+            "num_hidden_layers": _layers,
+            "layer_types": every_fourth(_layers),
+            "attention": HEADS[_size] | ATTENTION[_backbone],
+        }
 
 # The paper, "1.3B / 100B scaling configuration" and "OSDN implementation": a learned initial scale, a learned
 # retention, and an inner loss that does not see beta.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -173,11 +174,21 @@ def sequence_count(cu_seqlens: Any, B: int) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def boundaries(cu_seqlens: Tensor, T: int) -> list[int]:
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def boundaries(cu_seqlens: Tensor, T: int) -> tuple[int, ...]:
     """The values of `cu_seqlens`, checked: from 0 to T, never decreasing."""
     if cu_seqlens.is_meta:
         raise ValueError("cu_seqlens is on the meta device; it must be where its values can be read")
-    cuts: list[int] = cu_seqlens.tolist()
+    # Reading waits for a GPU, and every layer of a model passes the same tensor.  A tensor of inference mode
+    # does not count its changes.
+    kept = _reading_waits(cu_seqlens) and not cu_seqlens.is_inference()
+    version, cuts = _read.get(cu_seqlens, (None, [])) if kept else (None, [])
+    if version is None or version != cu_seqlens._version:
+        cuts = cu_seqlens.tolist()
+        if kept:
+            _read[cu_seqlens] = (cu_seqlens._version, cuts)
     if cuts[0] != 0:
         raise ValueError(f"cu_seqlens starts at {cuts[0]}; it must start at 0")
     if cuts[-1] != T:
@@ -185,4 +196,8 @@ def boundaries(cu_seqlens: Tensor, T: int) -> list[int]:
     for a, b in pairwise(cuts):
         if b < a:
             raise ValueError(f"cu_seqlens decreases from {a} to {b}; sequence lengths cannot be negative")
-    return cuts
+    return tuple(cuts)
+
+
+def _reading_waits(x: Tensor) -> bool:
+    return x.device.type != "cpu"

@@ -42,8 +42,11 @@ def check_memory(config: OSDNConfig, settings: Settings, device: torch.device, d
 
 def activation_bytes(config: OSDNConfig) -> float:
     """What a token leaves behind in one block for the backward, counted on a few tokens in float32."""
+    linear = next(
+        i for i, kind in enumerate(config.layer_types) if kind in ("delta_rule", "linear_attention")
+    )
     with torch.random.fork_rng(devices=[]):
-        block = OSDNBlock(config, layer_idx=0)
+        block = OSDNBlock(config, layer_idx=linear)
     own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     seen: dict[int, int] = {}
 

@@ -148,7 +148,8 @@ class Settings:
     def model_config(self) -> OSDNConfig:
         replaced = dict(self.model)
         preset = replaced.pop("preset", None)
-        _known("model", replaced, [field.name for field in fields(OSDNConfig) if field.name != "run_name"])
+        known = {field.name for field in fields(OSDNConfig)} | set(OSDNConfig.own_fields())
+        _known("model", replaced, sorted(known - {"run_name"}))
         replaced = {"max_position_embeddings": self.data.context_len, "run_name": self.name, **replaced}
         return OSDNConfig(**replaced) if preset is None else OSDNConfig.from_preset(preset, **replaced)
 

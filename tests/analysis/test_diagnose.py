@@ -199,6 +199,20 @@ def test_the_command_writes_its_result_and_figures(checkpoints, tmp_path):
         assert figures == {"contraction.svg", "tasks.svg", "heads.svg", *(["scale.svg"] * (name == "ours"))}
 
 
+def test_attention_layers_of_a_hybrid_are_left_out_and_that_is_said(tmp_path):
+    make("osdn-apf, hybrid", vocab_size=300).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    options = ["--count", "2", "--length", "60", "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, ["diagnose", str(tmp_path / "model"), *options])
+    assert done.exit_code == 0, done.output
+    assert "1 attention layers have no writes to measure and were left out" in done.output
+    result = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert result["attention_layers_left_out"] == 1
+    assert len(result["all"]["by_layer"]) == 1
+    assert diagnose(qwen3_next(), prompts(20))["attention_layers_left_out"] == 1
+    assert diagnose(make("osdn"), prompts(20))["attention_layers_left_out"] == 0
+
+
 def test_the_command_reads_prompts_from_a_file(checkpoints, tmp_path):
     file = tmp_path / "mine.jsonl"
     rows = [{"text": "some words " * 9}, {"text": "others " * 9, "task": "other"}]

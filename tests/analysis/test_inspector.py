@@ -113,6 +113,14 @@ def test_the_page_works_in_a_browser(shown, tmp_path, width, height):
         assert b.complaints() == []
 
 
+def test_the_page_of_a_hybrid_says_what_it_leaves_out():
+    data = inspect_prompt(
+        make("oskda, hybrid without positions"), Prompt("x", tokens(9), None), ["a"] * 9, "mine"
+    )
+    assert data["title"] == "mine (1 attention layers left out)"
+    assert data["layers"] == 1
+
+
 def test_the_command_writes_the_page(tmp_path):
     make("osgdn", vocab_size=300).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")

@@ -12,7 +12,7 @@ from osdn import OSDNConfig, OSDNForCausalLM
 from osdn.benchmarks import throughput
 from osdn.cli import app
 from osdn.models.checkpoints import load_model
-from osdn.models.describe import PAPER_STATE_MIB
+from osdn.models.describe import PAPER_STATE_MIB, describe
 from osdn.models.identity import identify
 from osdn.models.presets import VARIANTS
 from osdn.results.paper import THROUGHPUT
@@ -153,6 +153,9 @@ def test_the_command_measures_presets_and_sizes(tmp_path, monkeypatch):
     ]
     assert [row["model"] for row in result["rows"]] == [f"{name}-tiny" for block in blocks for name in block]
     assert all(len(row["times_ms"]) == 2 for row in result["rows"])
+    assert throughput.expand(["hybrid-tiny"]) == [f"{name}-hybrid-tiny" for name in VARIANTS]
+    (row,) = original(["gdn-hybrid-tiny"], prefill=16, decode=3, **short)["rows"]
+    assert row["state_mib"] == describe("gdn-hybrid-tiny").state_mib
     done = CliRunner().invoke(app, ["bench", "throughput", "huge"])
     assert done.exit_code == 1
     assert "no preset, size or folder huge" in done.output

@@ -35,11 +35,14 @@ def plain_losses(model, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def models(llama):
-    ours = {name: make(name, vocab_size=260) for name in ("delta_net", "osdn", "osgdn-apf", "oskda-apf")}
+    names = ("delta_net", "osdn", "osgdn-apf", "oskda-apf", "osgdn-apf, sliding hybrid")
+    ours = {name: make(name, vocab_size=260) for name in names}
     return {**ours, "llama": AutoModelForCausalLM.from_pretrained(llama).eval()}
 
 
-@pytest.mark.parametrize("name", ["delta_net", "osdn", "osgdn-apf", "oskda-apf", "llama"])
+@pytest.mark.parametrize(
+    "name", ["delta_net", "osdn", "osgdn-apf", "oskda-apf", "osgdn-apf, sliding hybrid", "llama"]
+)
 def test_a_packed_batch_gives_what_each_document_gives(models, name):
     documents = [tokens(T, seed=T) for T in (17, 2, 130, 65, 1, 64)]
     with torch.no_grad():
@@ -64,7 +67,7 @@ def test_documents_are_scored_as_in_training_and_up_to_a_number_of_labels(models
         assert score.error > 0
 
 
-@pytest.mark.parametrize("name", ["osdn", "osgdn-apf", "oskda-apf", "llama"])
+@pytest.mark.parametrize("name", ["osdn", "osgdn-apf", "oskda-apf", "osgdn-apf, sliding hybrid", "llama"])
 @pytest.mark.parametrize("segment", [7, 100, 512])
 def test_streaming_gives_what_one_long_forward_gives(models, name, segment):
     ids = tokens(2, 1001)

@@ -30,9 +30,11 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, "osgdn-apf-hybrid", "oskda-hybrid", "osdn-newton-hybrid"])
 def test_variants_of_a_backbone_start_from_the_same_weights(name):
-    plain = baseline_of(Variant(name), [Variant(other) for other in VARIANTS])
+    known = [*VARIANTS, "gdn-hybrid", "kda-hybrid", "delta_net-hybrid"]
+    plain = baseline_of(Variant(name), [Variant(other) for other in known])
+    assert Variant(name).hybrid == plain.hybrid
     mine, theirs = build(small(name, seed=5)).state_dict(), build(small(plain.name, seed=5)).state_dict()
     assert set(theirs) <= set(mine)
     assert all(torch.equal(mine[key], value) for key, value in theirs.items())
@@ -40,7 +42,7 @@ def test_variants_of_a_backbone_start_from_the_same_weights(name):
     assert not torch.equal(mine["lm_head.weight"], other["lm_head.weight"])
 
 
-@pytest.mark.parametrize("name", ["delta_net", "osgdn-apf", "osdn-apf+d0"])
+@pytest.mark.parametrize("name", ["delta_net", "osgdn-apf", "osdn-apf+d0", "osdn-apf-hybrid+d0"])
 def test_same_seed_same_numbers(name):
     assert execute(small(name)) == execute(small(name))
 

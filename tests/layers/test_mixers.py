@@ -14,6 +14,7 @@ from osdn.layers import (
     MixerState,
     PreconditionerConfig,
 )
+from osdn.layers.preconditioner import OPERATORS
 
 SHAPE = {"hidden_size": 20, "num_heads": 2, "head_k_dim": 6, "head_v_dim": 10}
 STRONG = {"eta": 2.0}  # so that the scale reaches its bounds within a few tokens
@@ -321,8 +322,13 @@ def test_wrong_arguments_are_refused_with_the_reason():
         make(DeltaNet, backend="gpu")
     with pytest.raises(ValueError, match="num_v_heads is 3; it must be a multiple of num_heads, 2"):
         make(GatedDeltaNet, num_v_heads=3)
-    with pytest.raises(ValueError, match="in KDA it must be num_heads"):
-        make(KimiDeltaAttention, num_v_heads=4)
+    with pytest.raises(ValueError, match="decay_lower_bound is 1; it must be below 0"):
+        make(KimiDeltaAttention, decay_lower_bound=1)
+    with pytest.raises(ValueError, match="output_gate_activation is 'relu'; it must be one of swish"):
+        make(GatedDeltaNet, output_gate_activation="relu")
+    for preconditioner in ({"bounds": (0.5, 2.0)}, {"bounds": None}, {"initial_scale": "free"}):
+        with pytest.raises(ValueError, match="write strengths reach 2, so the scale must not exceed 1"):
+            make(DeltaNet, allow_neg_eigval=True, preconditioner=preconditioner)
     with pytest.raises(ValueError, match="state decays"):
         make(DeltaNet, {"retention": "tied"})
     mixer = make(DeltaNet)
@@ -354,3 +360,20 @@ def test_operator_inputs_are_what_the_recurrence_is_called_with(layer, precondit
     if preconditioner is not None:
         name = {"newton": "initial_covariance", "pgdn": "initial_gram"}.get(inputs.rule, "initial_scale")
         assert inputs.preconditioner[name] is state.scale
+
+
+@pytest.mark.parametrize(
+    "settings", [{"eta": 3.0}, {"eta": 3.0, "retention": 0.9}, {"rule": "newton", "prior": 9.0}]
+)
+@torch.no_grad()
+def test_strong_writes_keep_the_state_stable(settings):
+    """With write strengths up to 2, no write multiplies what is stored by less than -1."""
+    mixer = make(DeltaNet, allow_neg_eigval=True, preconditioner=settings)
+    mixer.b_proj.weight.mul_(100)  # strengths near 0 and near 2
+    inputs, _ = mixer.operator_inputs(torch.randn(2, 300, mixer.hidden_size).to(mixer.o_proj.weight))
+    assert inputs.beta.max() > 1.99
+    keys, _ = OPERATORS[inputs.rule][0](inputs.k, inputs.beta, **inputs.preconditioner)
+    factors = 1 - inputs.beta * (keys * inputs.k).sum(-1)
+    assert factors.min() > -1.0001
+    assert factors.max() < 1.0001
+    assert (factors.min() < -0.9) == ("rule" not in settings)  # Newton's never reverse a sign

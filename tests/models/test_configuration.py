@@ -28,7 +28,9 @@ FAMILIES = {
         ({"backbone": "mamba"}, "backbone is 'mamba'; it must be one of delta_net, gated_delta_net, kda"),
         ({"hidden_size": 100, "num_heads": 3}, "num_heads = 3 does not divide"),
         ({"backbone": "gated_delta_net", "num_heads": 4, "num_v_heads": 6}, "multiple of num_heads, 4"),
-        ({"backbone": "kda", "num_v_heads": 16}, "not in kda"),
+        ({"backbone": "delta_net", "num_v_heads": 16}, "not in delta_net"),
+        ({"decay_lower_bound": -5.0}, "decay_lower_bound is an option of kda; the backbone is delta_net"),
+        ({"allow_neg_eigval": True, "preconditioner": {"bounds": (0.5, 2)}}, "must not exceed 1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a positive whole number"),
         ({"head_k_dim": 2.5}, "head_k_dim is 2.5"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
@@ -85,20 +87,22 @@ def test_a_configuration_survives_being_saved(tmp_path):
 
 
 NEWTON = ["osdn-newton", "osgdn-newton", "oskda-newton"]
-PAPER = [name for name in PRESETS if name.rsplit("-", 1)[0] not in NEWTON]
+HYBRIDS = [name for name in PRESETS if "-hybrid-" in name]
+PAPER = [name for name in PRESETS if name.rsplit("-", 1)[0] not in NEWTON and name not in HYBRIDS]
 
 
-def test_there_are_twenty_presets_of_the_paper_and_six_of_newton():
-    assert len(PRESETS) == 26
+def test_there_are_twenty_presets_of_the_paper_six_of_newton_and_their_hybrids():
+    assert len(PRESETS) == 50
     nine = ["delta_net", "osdn", "osdn-apf", "gdn", "osgdn", "osgdn-apf", "kda", "oskda", "oskda-apf"]
     names = [f"{name}-{size}" for size in ("340m", "tiny") for name in (*nine, *NEWTON)] + [
         "delta_net-1.3b",
         "osdn-apf-1.3b",
     ]
+    names += [f"{name}-hybrid-{size}" for size in ("340m", "tiny") for name in (*nine, *NEWTON)]
     assert sorted(PRESETS) == sorted(names)
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if "tiny" not in name])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if "tiny" not in name and name not in HYBRIDS])
 def test_presets_have_the_sizes_of_the_paper(preset):
     config = OSDNConfig.from_preset(preset)
     millions, state, scale = FAMILIES[preset.rsplit("-", 1)[1]][config.backbone]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from tests.models.variants import VARIANTS, make, tokens
 
@@ -94,7 +94,78 @@ def test_the_text_generation_pipeline_runs():
         assert answer[0]["generated_text"] == tokenizer.decode(greedy(model, ids, 4)[0, ids.shape[1] :])
 
 
-def test_a_state_that_cannot_be_rolled_back_is_not_offered_for_speculation():
+def llama(seed=0):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, **sizes)).eval()
+
+
+@pytest.mark.parametrize("variant", ["osdn-apf", "osgdn-apf", "oskda-newton, blocks"])
+def test_assisted_decoding_writes_the_greedy_text(variant):
+    model, near, far = make(variant), make(variant), make(variant, seed=5)
+    with torch.no_grad():
+        for p in near.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    ids = tokens(1, 9)
+    expected = greedy(model, ids, 24)
+    how = GREEDY | {"max_new_tokens": 24}
+    for assistant in (model, near, far, llama()):  # from always right to never right
+        assert torch.equal(model.generate(ids, assistant_model=assistant, **how), expected)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=4, **how), expected)
+    theirs = llama()
+    assert torch.equal(theirs.generate(ids, assistant_model=model, **how), theirs.generate(ids, **how))
+
+
+def test_assisted_decoding_goes_on_from_padding_and_repeated_text():
+    model, ids = make("osgdn-apf"), tokens(1, 4).repeat(1, 4)
+    padded = torch.nn.functional.pad(ids, (3, 0))
+    mask = (torch.arange(19) > 2).long()[None]
+    for prompt_lookup in (2, 6):
+        how = GREEDY | {"max_new_tokens": 20, "prompt_lookup_num_tokens": prompt_lookup}
+        assert torch.equal(model.generate(padded, attention_mask=mask, **how)[:, 3:], greedy(model, ids, 20))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pieces", [[6, 1, 1, 1], [9], [1] * 9])
+@pytest.mark.parametrize("crops", [[0], [-1], [-2, -3], [-5, 0], [-9]])
+def test_a_cropped_cache_is_that_of_the_tokens_that_remain(pieces, crops):
+    model, ids, following = make("osdn, D0"), tokens(2, 12), tokens(2, 4, seed=3)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :3], past_key_values=cache)
+    cache.activate_past_recording()
+    for piece in ids[:, 3:].split(pieces, 1):
+        model(piece, past_key_values=cache)
+    for crop in crops:
+        cache.crop(crop)
+    kept = ids[:, : 12 + sum(crops)]
+    assert cache.get_seq_length() == kept.shape[1]
+    logits = torch.cat(
+        [model(piece, past_key_values=cache).logits for piece in following.split([1, 3], 1)], 1
+    )
+    expected = model(torch.cat([kept, following], 1)).logits[:, -4:]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_crop_that_cannot_be_is_refused_with_what_to_do():
+    model = make("osdn")
+    cache = model(tokens(1, 5), use_cache=True).past_key_values
+    with pytest.raises(RuntimeError, match=r"call activate_past_recording\(\) on it before"):
+        cache.crop(-1)
+    cache.activate_past_recording()
+    with pytest.raises(ValueError, match="pass minus the number of tokens"):
+        cache.crop(3)
+    with pytest.raises(ValueError, match="crop\\(-1\\): 0 tokens were recorded"):
+        cache.crop(-1)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    with pytest.raises(ValueError, match="a padded batch cannot be rolled back"):
+        model(tokens(2, 3), attention_mask=mask, past_key_values=cache)
+
+
+def test_what_is_not_supported_is_refused_in_a_sentence():
     model, ids = make("osdn"), tokens(1, 5)
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        model.generate(ids, assistant_model=make("delta_net"), **GREEDY)
+    with pytest.raises(ValueError, match="this model has no attention weights"):
+        model(ids, output_attentions=True)
+    with pytest.raises(NotImplementedError, match="call generate with a left-padded batch instead"):
+        model.generate_batch([[3, 4, 5]])

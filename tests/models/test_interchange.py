@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 
 from osdn import OSDNForCausalLM, load_flash_linear_attention, save_flash_linear_attention
+from osdn.models.interchange import config_from_flash_linear_attention
 from tests.models.variants import make, tokens
 
 # What its `save_pretrained` writes, in the fields that say what is computed, and its parameters' shapes.
@@ -183,13 +185,26 @@ def test_anything_missing_unexpected_or_misshapen_is_refused_with_the_list(kind,
     [
         ("delta_net", {"use_gate": True}, r"use_gate = True \(we compute False\)"),
         ("delta_net", {"qk_activation": "relu"}, "qk_activation = 'relu'"),
-        ("delta_net", {"hidden_ratio": 3}, "hidden_ratio = 3"),
+        ("delta_net", {"head_dim": 16}, "it has head_dim = 16, and what that computes is not known here"),
+        ("kda", {"output_gate_activation": "relu"}, "it has output_gate_activation = 'relu', .*known are"),
+        ("gated_deltanet", {"lower_bound": -5.0, "new_gate": 1}, "it has lower_bound = -5.0, new_gate = 1, "),
         ("delta_net", {"expand_k": 0.7}, "whole numbers"),
-        ("gated_deltanet", {"allow_neg_eigval": True}, "allow_neg_eigval = True"),
-        ("gated_deltanet", {"attn": {"layers": [0], "num_heads": 2}}, "attn = "),
-        ("kda", {"safe_gate": True}, "safe_gate = True"),
+        ("gated_deltanet", {"output_gate_activation": "relu"}, "must be one of swish, silu, sigmoid"),
+        ("gated_deltanet", {"attn": {"layers": [0], "num_heads": 2, "nope": 1}}, "attn has nope = 1"),
+        (
+            "gated_deltanet",
+            {"attn": {"layers": [1], "num_heads": 2}},
+            "the model has 1 layers, counted from 0",
+        ),
+        (
+            "gated_deltanet",
+            {"attn": [{"layers": [0], "num_heads": n} for n in (1, 2)]},
+            "can differ in whether they have the window alone",
+        ),
+        ("kda", {"safe_gate": True}, "safe_gate = True needs a lower_bound"),
+        ("kda", {"lower_bound": 5.0}, "decay_lower_bound is 5.0; it must be below 0"),
         ("kda", {"use_short_conv": False}, "use_short_conv = False"),
-        ("kda", {"num_v_heads": 4}, "num_v_heads can differ"),
+        ("precond_kda", {"num_v_heads": 4}, r"num_v_heads = 4 \(we compute None\)"),
         ("kda", {"model_type": "gla"}, "model_type is 'gla'"),
     ],
 )
@@ -197,6 +212,171 @@ def test_a_model_that_computes_something_else_is_refused_with_the_reason(kind, c
     checkpoint(tmp_path, kind, config=config)
     with pytest.raises(ValueError, match=reason):
         load_flash_linear_attention(tmp_path)
+
+
+def logits_by_hand(weights, settings, ids):  # [T] -> [T, vocabulary], in float64
+    """The models of flash-linear-attention, written down once more from their definitions."""
+    w = {name: x.double() for name, x in weights.items()}
+    heads, D = settings["num_heads"], settings["hidden_size"]
+    kind = settings["model_type"]
+    value_heads = settings.get("num_v_heads") or heads
+    strongest = 2 if settings.get("allow_neg_eigval") else 1
+
+    def norm(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + settings["norm_eps"]).sqrt() * weight
+
+    def linear_layer(x, p):
+        def convolved(name):
+            y = x @ w[f"{p}{name}_proj.weight"].T
+            past = F.pad(y, (0, 0, 3, 0))
+            taps = w[f"{p}{name}_conv1d.weight"][:, 0]
+            return F.silu(sum(past[i : i + len(y)] * taps[:, i] for i in range(4)))
+
+        def unit(y):
+            return y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+        q, k = (unit(convolved(name).view(len(x), heads, -1)) for name in "qk")
+        q, k = (y.repeat_interleave(value_heads // heads, 1) for y in (q, k))
+        v = convolved("v").view(len(x), value_heads, -1)
+        beta = strongest * (x @ w[f"{p}b_proj.weight"].T).sigmoid()
+        K, V = k.shape[-1], v.shape[-1]
+        g = torch.zeros(len(x), value_heads, K, dtype=torch.float64)
+        if kind != "delta_net":
+            names = ["a_proj.weight"] if kind == "gated_deltanet" else ["f_proj.0.weight", "f_proj.1.weight"]
+            f = x
+            for name in names:
+                f = f @ w[p + name].T
+            f = (f + w[f"{p}dt_bias"]).view(len(x), value_heads, -1)
+            rate = w[f"{p}A_log"].exp()[:, None]
+            bound = settings.get("lower_bound")
+            g = g + (-rate * F.softplus(f) if bound is None else bound * (rate * f).sigmoid())
+        S, out = torch.zeros(value_heads, K, V, dtype=torch.float64), []
+        for t in range(len(x)):
+            S = g[t].exp()[..., None] * S
+            error = v[t] - torch.einsum("hkv,hk->hv", S, k[t])
+            S = S + beta[t][:, None, None] * k[t][..., None] * error[:, None]
+            out.append(torch.einsum("hkv,hk->hv", S, q[t]) * K**-0.5)
+        o = norm(torch.stack(out), w[f"{p}o_norm.weight"])
+        if kind == "gated_deltanet":
+            gate = x @ w[f"{p}g_proj.weight"].T
+            sigmoid = settings.get("output_gate_activation") == "sigmoid"
+            o = o * (gate.sigmoid() if sigmoid else F.silu(gate)).view(o.shape)
+        if kind == "kda":
+            gate = x @ w[f"{p}g_proj.0.weight"].T @ w[f"{p}g_proj.1.weight"].T + w[f"{p}g_proj.1.bias"]
+            o = o * gate.sigmoid().view(o.shape)
+        return o.flatten(1) @ w[f"{p}o_proj.weight"].T
+
+    def attention_layer(x, p, spec):
+        d = D // spec["num_heads"]
+        q, k, v = (
+            (x @ w[f"{p}{n}_proj.weight"].T + w.get(f"{p}{n}_proj.bias", 0)).view(len(x), -1, d)
+            for n in "qkv"
+        )
+        angle = torch.arange(len(x)).double()[:, None] * spec["rope_theta"] ** (
+            -torch.arange(0, d, 2).double() / d
+        )
+        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+        pairs = [torch.complex(*y.chunk(2, -1)) * turn for y in (q, k)]
+        q, k = (torch.cat([y.real, y.imag], -1) for y in pairs)
+        k, v = (y.repeat_interleave(spec["num_heads"] // y.shape[1], 1) for y in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
+        ages = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        seen = (ages >= 0) & (ages < (spec.get("window_size") or len(x)))
+        o = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+        return o.flatten(1) @ w[f"{p}o_proj.weight"].T
+
+    attn = settings.get("attn") or []
+    specs = {i: spec for spec in ([attn] if isinstance(attn, dict) else attn) for i in spec["layers"]}
+    x = w["model.embeddings.weight"][ids]
+    for i in range(settings["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        y = norm(x, w[f"{p}attn_norm.weight"])
+        x = x + (attention_layer(y, f"{p}attn.", specs[i]) if i in specs else linear_layer(y, f"{p}attn."))
+        y = norm(x, w[f"{p}mlp_norm.weight"])
+        gate, up = (y @ w[f"{p}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ w[f"{p}mlp.down_proj.weight"].T
+    return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+def two_layers(kind, shapes):
+    """The shapes of a checkpoint whose second layer is like its first, or has `shapes` instead."""
+    second = {
+        name.replace("layers.0", "layers.1"): shape for name, shape in SHELL.items() if "layers.0" in name
+    }
+    return second | {f"model.layers.1.attn.{name}": shape for name, shape in (shapes or MIXERS[kind]).items()}
+
+
+QKVO = {
+    "q_proj.weight": (32, 32), "k_proj.weight": (16, 32), "v_proj.weight": (16, 32),
+    "o_proj.weight": (32, 32),
+}  # fmt: skip
+BIASES = {"q_proj.bias": (32,), "k_proj.bias": (16,), "v_proj.bias": (16,)}
+ATTN = {
+    "layers": [1],
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "qkv_bias": False,
+    "window_size": None,
+    "rope_theta": 500.0,
+}
+GROUPED = {
+    "v_proj.weight": (64, 32), "b_proj.weight": (4, 32), "v_conv1d.weight": (64, 1, 4),
+    "o_proj.weight": (32, 64), "f_proj.1.weight": (64, 16), "A_log": (4,), "dt_bias": (64,),
+    "g_proj.1.weight": (64, 16), "g_proj.1.bias": (64,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "second"),
+    [
+        ("delta_net", {}, None),
+        ("delta_net", {"allow_neg_eigval": True}, None),
+        ("gated_deltanet", {"output_gate_activation": "sigmoid"}, None),
+        ("gated_deltanet", {"output_gate_activation": "silu", "allow_neg_eigval": True}, None),
+        ("kda", {"lower_bound": -5.0}, None),
+        ("kda", {"lower_bound": -2.0, "safe_gate": True, "allow_neg_eigval": True}, None),
+        ("kda", {"num_v_heads": 4}, None),
+        ("delta_net", {"attn": ATTN}, QKVO),
+        ("gated_deltanet", {"attn": ATTN | {"window_size": 3, "qkv_bias": True}}, QKVO | BIASES),
+        ("kda", {"attn": [ATTN], "lower_bound": -5.0}, QKVO),
+    ],
+)
+@torch.no_grad()
+def test_what_its_options_compute_is_computed_and_goes_back(kind, config, second, tmp_path):
+    settings = COMMON | CONFIGS[kind] | {"model_type": kind, "num_hidden_layers": 2} | config
+    add = two_layers(kind, second)
+    if "num_v_heads" in config:
+        add |= {f"model.layers.{i}.attn.{name}": shape for i in range(2) for name, shape in GROUPED.items()}
+    weights = checkpoint(tmp_path, kind, settings, add=add)
+    model, ids = load_flash_linear_attention(tmp_path).eval(), tokens(1, 9) % 50
+    expected = logits_by_hand(weights, settings, ids[0])
+    torch.testing.assert_close(model(ids).logits[0].double(), expected, rtol=1e-4, atol=1e-5)
+    if config and second is None:  # the options matter to these logits
+        plain = {k: v for k, v in settings.items() if k not in config or k == "num_v_heads"}
+        if "num_v_heads" not in config:
+            assert (logits_by_hand(weights, plain, ids[0]) - expected).abs().max() > 1e-3
+    save_flash_linear_attention(model, tmp_path / "again")
+    again = load_flash_linear_attention(tmp_path / "again").eval()
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == weights.keys()
+
+
+@pytest.mark.parametrize("ratio", [3, 6, None])
+def test_the_width_of_the_mlp_follows_its_ratio(ratio):
+    mlp = {3: 256, 6: 512, None: 512}[ratio]  # of int(width * ratio * 2 / 3), up to a multiple of 256
+    config = config_from_flash_linear_attention(
+        {"model_type": "kda", "hidden_size": 128, "hidden_ratio": ratio}
+    )
+    assert config.intermediate_size == mlp
+
+
+def test_a_hybrid_that_its_attention_cannot_compute_is_not_saved(tmp_path):
+    for variant, reason in (
+        ("osdn-apf, hybrid", "has no qk_norm = True"),
+        ("oskda, hybrid without positions", "has no output_gate = True"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            save_flash_linear_attention(make(variant, preconditioner=None), tmp_path / "model")
 
 
 def test_pickles_are_not_read(tmp_path):

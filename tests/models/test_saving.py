@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from accelerate import load_checkpoint_and_dispatch
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -117,3 +117,13 @@ def test_a_model_built_on_the_meta_device_can_be_filled():
         empty = OSDNForCausalLM(model.config)
     filled = scatter(empty.to_empty(device="cpu")).eval()
     assert torch.equal(logits(filled, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("variant", ["osgdn-apf", "oskda-newton", "pkda"])
+def test_a_model_is_built_without_memory_and_filled_later(variant):
+    model, ids = make(variant), tokens(2, 7)
+    with init_empty_weights():
+        empty = OSDNForCausalLM(make_config(variant))
+    assert all(p.is_meta for p in empty.parameters())
+    empty.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(logits(empty.eval(), ids), logits(model, ids))

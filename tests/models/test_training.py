@@ -114,6 +114,35 @@ def test_hidden_states_are_those_between_the_blocks():
     assert isinstance(model(ids, return_dict=False), tuple)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])},
+        {"seq_idx": torch.tensor([[0, 0, 1, 1]])},
+    ],
+)
+def test_hidden_states_are_on_the_path_of_the_gradient(how):
+    """Against the derivative that `functional_call` from one layer on would have: a finite difference."""
+    model, ids = make("osdn").double(), tokens(2, 4)
+    outputs = model(ids, output_hidden_states=True, use_cache=False, **how)
+    for i, state in enumerate(outputs.hidden_states):
+        (grad,) = torch.autograd.grad(outputs.logits.sum(), state, retain_graph=True)
+        assert grad.shape == state.shape
+        assert grad.abs().sum() > 0, i
+    (grad,) = torch.autograd.grad(outputs.logits.sum(), outputs.hidden_states[0])
+    direction = torch.randn(grad.shape, generator=torch.manual_seed(0), dtype=grad.dtype)
+    shifted = [
+        model(
+            inputs_embeds=outputs.hidden_states[0].detach() + e * direction, use_cache=False, **how
+        ).logits.sum()
+        for e in (1e-6, -1e-6)
+    ]
+    torch.testing.assert_close(
+        (shifted[0] - shifted[1]) / 2e-6, (grad * direction).sum(), rtol=1e-5, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_loss_in_half_precision_is_a_float32_mean(dtype):
     model, ids = make("osgdn-apf").to(dtype), tokens(4, 512)

@@ -17,6 +17,11 @@ VARIANTS |= {
     "osgdn-apf, grouped values": ("gated_delta_net", {"retention": "tied"}, {"num_v_heads": 6}),
     "oskda, retention a channel": ("kda", {"retention": "learned_per_channel"}, {}),
     "oskda, tied retention": ("kda", {"retention": "tied"}, {}),
+    "oskda-apf, grouped values, bounded decay, strong writes": (
+        "kda",
+        {"retention": "learned"},
+        {"num_v_heads": 6, "decay_lower_bound": -3.0, "allow_neg_eigval": True},
+    ),
     "osdn-newton, one block": (
         "delta_net",
         {"rule": "newton", "block_size": 10, "retention": "learned", "prior": 2.0},
@@ -32,7 +37,39 @@ VARIANTS |= {
     "pgdn, grouped values": ("gated_delta_net", {"rule": "pgdn", "squash": 2.0}, {"num_v_heads": 6}),
     "pkda": ("kda", {"rule": "pgdn"}, {"beta_bias": 0.5}),
     "delta_net, write gate": ("delta_net", None, {"beta_bias": -2.0, "write_scale": 0.5}),
+    "osdn-apf, hybrid": (
+        "delta_net",
+        {"retention": "learned"},
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "attention": {"num_heads": 3, "num_kv_heads": 1, "qk_norm": True},
+        },
+    ),
+    "osgdn-apf, sliding hybrid": (
+        "gated_delta_net",
+        {"retention": "tied"},
+        {
+            "layer_types": ["sliding_attention", "linear_attention"],
+            "attention": {
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "head_dim": 6,
+                "window": 4,
+                "qkv_bias": True,
+                "rope_theta": 100.0,
+            },
+        },
+    ),
+    "oskda, hybrid without positions": (
+        "kda",
+        {},
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "attention": {"num_heads": 2, "output_gate": True, "rope_theta": None},
+        },
+    ),
 }
+HYBRIDS = [name for name in VARIANTS if "hybrid" in name]
 
 
 # Those that some analyses are about: the paper's rule, and no rule at all.

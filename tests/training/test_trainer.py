@@ -109,6 +109,18 @@ def test_a_step_is_adamw_on_the_mean_loss_of_all_its_tokens(whole, write_config)
         torch.testing.assert_close(saved[name], p.detach(), rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_hybrid_learns_from_packed_rows(write_config, tmp_path, checkpointing):
+    preset = {"preset": "osgdn-apf-hybrid-tiny", "vocab_size": 260}
+    train(load_settings(write_config(model=preset, training={"gradient_checkpointing": checkpointing})))
+    losses = [line["loss"] for line in Metrics.read(tmp_path / "run")]
+    assert losses[-1] < losses[0] - 0.05
+    assert (
+        OSDNForCausalLM.from_pretrained(tmp_path / "run" / "model").config.layer_types.count("full_attention")
+        == 1
+    )
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_run_continued_from_a_checkpoint_ends_with_the_same_weights(write_config, streaming, tmp_path):
     names = ("whole", "again")

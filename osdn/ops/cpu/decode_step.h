@@ -154,7 +154,7 @@ struct StepHead {
             Vec<R> y = load(o + i) * factor * weight[0];
             if (call.gate_kind) {
                 const Vec<R> gate = load_part<R>(at(call.gate, first + i), count), open = sigmoid<R>(gate);
-                y = rounded<E>(y) * rounded<E>(call.gate_kind == SILU ? gate * open : open);
+                y *= call.gate_kind == SILU ? gate * open : open;
             }
             store_part<R, E>(static_cast<E*>(call.out) + first + i, count, y);
         }

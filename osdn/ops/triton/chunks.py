@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from osdn.ops.checks import boundaries
 
@@ -50,23 +49,13 @@ def upper_bound(k: Tensor, N: int) -> int:
     return k.shape[0] * k.shape[1] // chunk_size(k) + N
 
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
 def chunks_of(k: Tensor, cu_seqlens: Tensor | None) -> Chunks:
     """Of keys [B, T, H, K]."""
     B, T = k.shape[:2]
     size, device = chunk_size(k), k.device
     if cu_seqlens is None:
         return _tables(tuple(range(0, B * T + 1, T)) if T else (0,) * (B + 1), size, device)
-    if cu_seqlens.is_inference():  # such a tensor does not count its changes
-        return _tables(tuple(boundaries(cu_seqlens, T)), size, device)
-    # Reading the boundaries waits for the GPU; every layer of a model passes the same tensor.
-    version, cuts = _known.get(cu_seqlens, (None, ()))
-    if version != cu_seqlens._version or cuts[-1] != T:
-        cuts = tuple(boundaries(cu_seqlens, T))
-        _known[cu_seqlens] = (cu_seqlens._version, cuts)
-    return _tables(cuts, size, device)
+    return _tables(boundaries(cu_seqlens, T), size, device)
 
 
 @lru_cache(maxsize=32)

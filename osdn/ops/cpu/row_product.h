@@ -22,8 +22,7 @@ extern "C" const int64_t osdn_product_size = sizeof(Product);
 
 namespace {
 
-constexpr int64_t AHEAD = 2048;  // bytes that are asked for before they are used
-constexpr int64_t PIECES = 4;    // of W per thread: one that is held up leaves some to the others
+constexpr int64_t PIECES = 4;  // of W per thread: one that is held up leaves some to the others
 
 // Two vectors of W from memory: E at p, the first 2 W elements in the order of `arrange`.
 template <class R, class E>
@@ -54,7 +53,8 @@ void arrange(const E* x, int64_t K, int64_t Kp, R* to) {
 // The products of a row of W with M rows of x.
 template <class R, class E, int M>
 INLINE void multiply(const E* w, int64_t K, const R* x, int64_t Kp, R (&out)[M]) {
-    constexpr int PAIR = 2 * W<R>, U = M <= 4 ? 2 : 1;  // sums at once: the additions of one wait for each other
+    // U pairs of sums at once: the additions of one wait for each other.
+    constexpr int PAIR = 2 * W<R>, U = M == 1 ? 4 : M <= 4 ? 2 : 1;
     Vec<R> sum[M][2 * U] = {};
     const auto step = [&](const E* p, int64_t i, int u) {
         Vec<R> a, b;
@@ -66,13 +66,9 @@ INLINE void multiply(const E* w, int64_t K, const R* x, int64_t Kp, R (&out)[M])
         }
     };
     int64_t i = 0;
-    for (; i + U * PAIR <= K; i += U * PAIR) {
-        UNROLL
-        for (size_t line = 0; line < U * PAIR * sizeof(E); line += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(w + i) + AHEAD + line, 0, 3);
+    for (; i + U * PAIR <= K; i += U * PAIR)  // asking for the next lines by hand would only slow it down
         UNROLL
         for (int u = 0; u < U; u++) step(w + i + u * PAIR, i + u * PAIR, u);
-    }
     for (; i < K; i += PAIR) {
         E rest[PAIR] = {};
         std::memcpy(rest, w + i, std::min<int64_t>(K - i, PAIR) * sizeof(E));

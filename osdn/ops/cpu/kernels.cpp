@@ -117,9 +117,7 @@ int row_product(const Product& call) {
     std::atomic<int> failed{0};
     on_threads(threads, [&] {
         try {
-            with_element<REAL>(call.element, [&](auto element) {
-                product_pieces<REAL, decltype(element)>(call, pieces, [&] { return next++; });
-            });
+            product_thread<REAL>(call, pieces, [&] { return next++; });
         } catch (const std::bad_alloc&) {
             failed = 1;
         }

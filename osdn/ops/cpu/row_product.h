@@ -22,9 +22,7 @@ extern "C" const int64_t osdn_product_size = sizeof(Product);
 
 namespace {
 
-constexpr int MOST_ROWS = 8;     // of x at once
-constexpr int64_t AHEAD = 2048;  // bytes that are asked for before they are used
-constexpr int64_t PIECES = 4;    // of W per thread: one that is held up leaves some to the others
+constexpr int64_t PIECES = 4;  // of W per thread: one that is held up leaves some to the others
 
 // Two vectors of W from memory: E at p, the first 2 W elements in the order of `arrange`.
 template <class R, class E>
@@ -55,7 +53,8 @@ void arrange(const E* x, int64_t K, int64_t Kp, R* to) {
 // The products of a row of W with M rows of x.
 template <class R, class E, int M>
 INLINE void multiply(const E* w, int64_t K, const R* x, int64_t Kp, R (&out)[M]) {
-    constexpr int PAIR = 2 * W<R>, U = M <= 4 ? 2 : 1;  // sums at once: the additions of one wait for each other
+    // U pairs of sums at once: the additions of one wait for each other.
+    constexpr int PAIR = 2 * W<R>, U = M == 1 ? 4 : M <= 4 ? 2 : 1;
     Vec<R> sum[M][2 * U] = {};
     const auto step = [&](const E* p, int64_t i, int u) {
         Vec<R> a, b;
@@ -67,13 +66,9 @@ INLINE void multiply(const E* w, int64_t K, const R* x, int64_t Kp, R (&out)[M])
         }
     };
     int64_t i = 0;
-    for (; i + U * PAIR <= K; i += U * PAIR) {
-        UNROLL
-        for (size_t line = 0; line < U * PAIR * sizeof(E); line += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(w + i) + AHEAD + line, 0, 3);
+    for (; i + U * PAIR <= K; i += U * PAIR)  // asking for the next lines by hand would only slow it down
         UNROLL
         for (int u = 0; u < U; u++) step(w + i + u * PAIR, i + u * PAIR, u);
-    }
     for (; i < K; i += PAIR) {
         E rest[PAIR] = {};
         std::memcpy(rest, w + i, std::min<int64_t>(K - i, PAIR) * sizeof(E));
@@ -87,11 +82,11 @@ INLINE void multiply(const E* w, int64_t K, const R* x, int64_t Kp, R (&out)[M])
     }
 }
 
-// Rows [first, last) of W with M rows of x, arranged; m is the first of them.
+// Rows [first, last) of W with all rows of x, arranged, and rows of zeros up to M.
 template <class R, class E, int M>
-void multiply_rows(const Product& call, const R* x, int64_t Kp, int64_t m, int64_t first, int64_t last) {
+void multiply_rows(const Product& call, const R* x, int64_t Kp, int64_t first, int64_t last) {
     constexpr int64_t WIDTH = W<R>;
-    E* out = static_cast<E*>(call.out) + m * call.N;
+    E* out = static_cast<E*>(call.out);
     for (int64_t n = first; n < last; n += WIDTH) {  // as many results as a vector has elements leave together
         const int count = int(std::min(WIDTH, last - n));
         alignas(BYTES) R results[M][WIDTH] = {};
@@ -102,38 +97,32 @@ void multiply_rows(const Product& call, const R* x, int64_t Kp, int64_t m, int64
         }
         Vec<R> bias = {};
         if (call.bias) bias = load_part<R>(static_cast<const E*>(call.bias) + n, count);
-        for (int j = 0; j < M; j++) store_part<R, E>(out + j * call.N + n, count, load(results[j]) + bias);
-    }
-}
-
-// A piece of W's rows with all rows of x.
-template <class R, class E>
-void product_piece(const Product& call, const R* x, int64_t Kp, int64_t first, int64_t last) {
-    for (int64_t m = 0; m < call.M; m += MOST_ROWS) {
-        const R* rows = x + m * Kp;
-        switch (std::min<int64_t>(call.M - m, MOST_ROWS)) {
-            case 1: multiply_rows<R, E, 1>(call, rows, Kp, m, first, last); break;
-            case 2: multiply_rows<R, E, 2>(call, rows, Kp, m, first, last); break;
-            case 3: multiply_rows<R, E, 3>(call, rows, Kp, m, first, last); break;
-            case 4: multiply_rows<R, E, 4>(call, rows, Kp, m, first, last); break;
-            case 5: multiply_rows<R, E, 5>(call, rows, Kp, m, first, last); break;
-            case 6: multiply_rows<R, E, 6>(call, rows, Kp, m, first, last); break;
-            case 7: multiply_rows<R, E, 7>(call, rows, Kp, m, first, last); break;
-            default: multiply_rows<R, E, 8>(call, rows, Kp, m, first, last);
-        }
+        for (int j = 0; j < call.M; j++) store_part<R, E>(out + j * call.N + n, count, load(results[j]) + bias);
     }
 }
 
 // What one thread does: pieces of W, until none are left.
-template <class R, class E, class F>
+template <class R, class E, int M, class F>
 void product_pieces(const Product& call, int64_t pieces, F&& next) {
     const int64_t Kp = round_up(call.K, 2 * W<R>);
     R* x;
-    scratch.divide<R>({{&x, call.M * Kp}});
+    scratch.divide<R>({{&x, M * Kp}});
     for (int64_t m = 0; m < call.M; m++)
         arrange<R, E>(static_cast<const E*>(call.x) + m * call.K, call.K, Kp, x + m * Kp);
+    std::memset(x + call.M * Kp, 0, (M - call.M) * Kp * sizeof(R));
     for (int64_t i; (i = next()) < pieces;)
-        product_piece<R, E>(call, x, Kp, i * call.N / pieces, (i + 1) * call.N / pieces);
+        multiply_rows<R, E, M>(call, x, Kp, i * call.N / pieces, (i + 1) * call.N / pieces);
+}
+// For at most 8 rows of x.
+template <class R, class F>
+void product_thread(const Product& call, int64_t pieces, F&& next) {
+    with_element<R>(call.element, [&](auto element) {
+        using E = decltype(element);
+        if (call.M <= 1) return product_pieces<R, E, 1>(call, pieces, next);
+        if (call.M <= 2) return product_pieces<R, E, 2>(call, pieces, next);
+        if (call.M <= 4) return product_pieces<R, E, 4>(call, pieces, next);
+        product_pieces<R, E, 8>(call, pieces, next);
+    });
 }
 
 }  // namespace

@@ -27,6 +27,7 @@ from osdn.layers.preconditioner import (
     Settings,
     first_decay,
 )
+from osdn.layers.updates import check_update, make_update
 from osdn.ops import checks, delta_rule
 from osdn.ops.operators import check_backend
 
@@ -54,6 +55,7 @@ class OperatorInputs(NamedTuple):
     preconditioner: dict[str, Any] | None  # arguments of phase 1; None is the plain delta rule
     initial_state: Tensor | None  # [N, HV, K, V]
     cu_seqlens: Tensor | None  # [N + 1]
+    write_keys: Tensor | None = None  # [B, T, HV, K], of an update without phase 1; None is `k`
     rule: str = "hypergradient"  # of phase 1, whose arguments are in `preconditioner`
 
 
@@ -69,7 +71,7 @@ class Recurrence(nn.Module):
         self, inputs: OperatorInputs, output_final_state: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The outputs `[B, T, HV, V]`, the final state and what the preconditioner carries on."""
-        q, k, v, beta, log_decay, preconditioner, initial_state, cu_seqlens, rule = inputs
+        q, k, v, beta, log_decay, preconditioner, initial_state, cu_seqlens, write_keys, rule = inputs
         shared: dict[str, Any] = {
             "log_decay": log_decay,
             "initial_state": initial_state,
@@ -78,7 +80,7 @@ class Recurrence(nn.Module):
             "backend": self.backend,
         }
         if preconditioner is None:
-            return *delta_rule(q, k, v, beta, **shared), None
+            return *delta_rule(q, k, v, beta, write_keys=write_keys, **shared), None
         return OPERATORS[rule][1](q, k, v, beta, **preconditioner, **shared)
 
 
@@ -113,6 +115,8 @@ class TokenMixer(nn.Module):
             flash-linear-attention, which starts at a write strength of a half.
         write_scale: a constant factor of every write strength; for the plain delta rule the same as writing
             with keys of that length.
+        update_rule: another update than the plain delta rule, by its name: "longhorn", "efla", "kaczmarz",
+            "comba", "gdn2" or "product-2"; None is the plain one.
         backend: which implementation of the operators to use.
     """
 
@@ -133,10 +137,12 @@ class TokenMixer(nn.Module):
         preconditioner: Settings | Mapping[str, Any] | None = None,
         beta_bias: float | None = None,
         write_scale: float = 1.0,
+        update_rule: str | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         self.write_scale = checks.number("write_scale", write_scale, 0)
+        check_update(update_rule, preconditioner)
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         for name in ("hidden_size", "num_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_size"):
             checks.size(name, locals()[name])
@@ -144,14 +150,17 @@ class TokenMixer(nn.Module):
         self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
         if self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads is {num_v_heads}; it must be a multiple of num_heads, {num_heads}")
+        self.update = make_update(update_rule, num_v_heads, head_k_dim, head_v_dim)
+        self.writes = writes = 1 if self.update is None else self.update.writes
+        gates = num_v_heads if self.update is None else self.update.gates
         key_dim, value_dim = num_heads * head_k_dim, self.num_v_heads * head_v_dim
         self.q_proj = nn.Linear(hidden_size, key_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, key_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, value_dim, bias=False)
-        self.b_proj = WriteGate(hidden_size, self.num_v_heads, beta_bias)
+        self.k_proj = nn.Linear(hidden_size, writes * key_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, writes * value_dim, bias=False)
+        self.b_proj = WriteGate(hidden_size, gates, beta_bias)
         self.q_conv1d = ShortConvolution(key_dim, conv_size)
-        self.k_conv1d = ShortConvolution(key_dim, conv_size)
-        self.v_conv1d = ShortConvolution(value_dim, conv_size)
+        self.k_conv1d = ShortConvolution(writes * key_dim, conv_size)
+        self.v_conv1d = ShortConvolution(writes * value_dim, conv_size)
         self.recurrence = Recurrence(backend)
         self.o_norm = RMSNorm(head_v_dim, eps=norm_eps)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
@@ -191,6 +200,8 @@ class TokenMixer(nn.Module):
             output_final_state = state is not None
         inputs, tails = self.operator_inputs(x, state, cu_seqlens, output_final_state)
         o, recurrent, scale = self.recurrence(inputs, output_final_state)
+        if self.update is not None:
+            o = self.update.outputs(o)
         y = self.o_proj(self.read_out(o, x).flatten(-2))
         if not output_final_state:
             return y, None
@@ -225,8 +236,10 @@ class TokenMixer(nn.Module):
         k, k_tail = self.k_conv1d(self.k_proj(x), k_tail, cu_seqlens, output_tails)
         v, v_tail = self.v_conv1d(self.v_proj(x), v_tail, cu_seqlens, output_tails)
         q = l2_normalize(q.unflatten(-1, (self.num_heads, self.head_k_dim)))  # [B, T, H, K]
-        k = l2_normalize(k.unflatten(-1, (self.num_heads, self.head_k_dim)))
-        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))  # [B, T, HV, V]
+        k = k.unflatten(-1, (self.writes * self.num_heads, self.head_k_dim))
+        if self.update is None or self.update.unit_keys:
+            k = l2_normalize(k)
+        v = v.unflatten(-1, (self.writes * self.num_v_heads, self.head_v_dim))  # [B, T, HV, V]
         beta = widen(self.b_proj(x)).sigmoid()  # [B, T, HV]
         if self.write_scale != 1:
             beta = self.write_scale * beta
@@ -235,6 +248,8 @@ class TokenMixer(nn.Module):
         if self.preconditioner is not None:
             arguments = self.preconditioner(x, log_decay, scale)
             inputs = inputs._replace(preconditioner=arguments, rule=self.preconditioner.config.rule)
+        if self.update is not None:
+            inputs = self.update(inputs)
         return inputs, [q_tail, k_tail, v_tail]
 
     def _checked(self, state: MixerState, N: int) -> MixerState:
@@ -303,7 +318,7 @@ class GatedDeltaNet(DecayingMixer):
     def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(hidden_size, *args, **kwargs)
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.g_proj = nn.Linear(hidden_size, self.v_proj.out_features, bias=False)
+        self.g_proj = nn.Linear(hidden_size, self.o_proj.in_features, bias=False)
         self._add_decay_parameters(self.num_v_heads)
 
     def log_decay(self, x: Tensor) -> Tensor:
@@ -327,7 +342,7 @@ class KimiDeltaAttention(DecayingMixer):
             raise ValueError(
                 f"num_v_heads is {self.num_v_heads}; in KDA it must be num_heads, {self.num_heads}"
             )
-        rank, key_dim, value_dim = self.head_v_dim, self.q_proj.out_features, self.v_proj.out_features
+        rank, key_dim, value_dim = self.head_v_dim, self.q_proj.out_features, self.o_proj.in_features
         self.f_proj = nn.Sequential(
             nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, key_dim, bias=False)
         )

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, PreconditionerConfig, TokenMixer
 from osdn.layers.preconditioner import RULES, check_settings
+from osdn.layers.updates import check_update
 from osdn.ops import checks
 from osdn.ops.operators import check_backend
 
@@ -38,6 +39,8 @@ class OSDNConfig(PreTrainedConfig):
         norm_eps: epsilon of every RMS norm.
         beta_bias: where a learned bias of the write gate starts; None is a gate without one.
         write_scale: a constant factor of every write strength.
+        update_rule: another update than the plain delta rule: "longhorn", "efla", "kaczmarz", "comba",
+            "gdn2" or "product-2" (docs/models.md); it has no preconditioner.
         initializer_range: standard deviation that projections, convolutions and embeddings start with.
         max_position_embeddings: the training context, for tools that ask; the model has no positions.
         backend: which implementation of the operators to use.
@@ -65,6 +68,7 @@ class OSDNConfig(PreTrainedConfig):
     norm_eps: float = 1e-6
     beta_bias: float | None = None
     write_scale: float = 1.0
+    update_rule: str | None = None
     initializer_range: float = 0.02
     max_position_embeddings: int = 4096
     backend: str = "auto"
@@ -121,6 +125,7 @@ class OSDNConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_v_heads can differ from num_heads in gated_delta_net, not in {self.backbone}"
             )
+        check_update(self.update_rule, self.preconditioner)
         if self.preconditioner is not None:
             settings = PreconditionerConfig.of(self.preconditioner)
             check_settings(settings, self.head_k_dim, MIXERS[self.backbone].has_decay)
@@ -159,8 +164,8 @@ class OSDNConfig(PreTrainedConfig):
             "conv_size",
             "norm_eps",
         ]
-        gate = ("beta_bias", "write_scale")
-        return {name: getattr(self, name) for name in (*sizes, *gate, "preconditioner", "backend")}
+        write = ("beta_bias", "write_scale", "update_rule")
+        return {name: getattr(self, name) for name in (*sizes, *write, "preconditioner", "backend")}
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "OSDNConfig":

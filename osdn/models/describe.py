@@ -135,7 +135,8 @@ def _forward_flops(model: OSDNForCausalLM, config: OSDNConfig) -> int:
     """
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv1d)))
     heads, K, V = config.num_hidden_layers * config.num_v_heads, config.head_k_dim, config.head_v_dim
-    recurrence = heads * (6 * K * V + 8 * K * _block_size(config))
+    writes = model.model.layers[0].attn.writes  # per token
+    recurrence = heads * (writes * 6 * K * V + 8 * K * _block_size(config))
     return 2 * weights + recurrence
 
 

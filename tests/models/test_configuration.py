@@ -43,6 +43,9 @@ FAMILIES = {
         ({"preconditioner": {"decay": 0.9}}, "no setting decay"),
         ({"retention": 0.999}, "retention must be set inside preconditioner"),
         ({"eta": 0.003, "bounds": None}, "bounds, eta must be set inside preconditioner"),
+        ({"update_rule": "adam"}, "update_rule is 'adam'; it must be None, the plain delta rule, or one of"),
+        ({"update_rule": "product-1"}, "another number of writes per token, from 2 to 9"),
+        ({"update_rule": "comba", "preconditioner": {}}, "set one of them to None"),
     ],
 )
 def test_impossible_configurations_are_refused_at_construction_with_the_reason(settings, reason):

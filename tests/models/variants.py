@@ -32,11 +32,21 @@ VARIANTS |= {
     "pgdn, grouped values": ("gated_delta_net", {"rule": "pgdn", "squash": 2.0}, {"num_v_heads": 6}),
     "pkda": ("kda", {"rule": "pgdn"}, {"beta_bias": 0.5}),
     "delta_net, write gate": ("delta_net", None, {"beta_bias": -2.0, "write_scale": 0.5}),
+    "longhorn": ("delta_net", None, {"update_rule": "longhorn"}),
+    "efla": ("delta_net", None, {"update_rule": "efla", "beta_bias": -1.0}),
+    "kaczmarz, grouped values": ("gated_delta_net", None, {"update_rule": "kaczmarz", "num_v_heads": 6}),
+    "comba": ("gated_delta_net", None, {"update_rule": "comba"}),
+    "gdn2": ("kda", None, {"update_rule": "gdn2"}),
+    "delta product": ("gated_delta_net", None, {"update_rule": "product-2", "num_v_heads": 6}),
 }
 
 
 # Those that some analyses are about: the paper's rule, and no rule at all.
-ONLINE_SCALING = [name for name, (_, settings, _) in VARIANTS.items() if "rule" not in (settings or {})]
+ONLINE_SCALING = [
+    name
+    for name, (_, settings, shape) in VARIANTS.items()
+    if "rule" not in (settings or {}) and "update_rule" not in shape
+]
 
 
 def make_config(variant: str, **overrides) -> OSDNConfig:

@@ -138,9 +138,7 @@ class Comba(Update):
         if log_decay is not None:
             read, log_decay = undo_decay(read, log_decay)
         q = q - widen(self.correction)[:, None] * k
-        return inputs._replace(
-            q=q.to(dtype), k=read.to(dtype), write_keys=k.to(dtype), log_decay=log_decay
-        )
+        return inputs._replace(q=q.to(dtype), k=read.to(dtype), write_keys=k.to(dtype), log_decay=log_decay)
 
 
 class GatedDeltaNet2(Update):

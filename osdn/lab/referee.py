@@ -1,4 +1,4 @@
-"""The referee: which preconditioner, if any, makes a delta rule remember more than a tuned plain one.
+"""The referee: which preconditioner or other update, if any, remembers more than a tuned plain delta rule.
 
 Every contestant, the plain delta rule of each backbone included, gets its learning rate and the start of its
 write gate from the same small grid, on seeds that are not used again.  Then all are judged on the same fresh
@@ -25,7 +25,7 @@ from osdn.lab.recall import RecallTask
 from osdn.lab.runner import cost, file_of, read_result, run_all
 from osdn.lab.text import TextTask
 from osdn.lab.tracking import TrackingTask
-from osdn.lab.training import Learner, Run
+from osdn.lab.training import Learner, Run, build
 from osdn.lab.variants import Variant, baseline_of
 from osdn.results.statistics import estimate, holm, paired_difference, t_test
 from osdn.results.tables import Cell, Row, Table
@@ -34,10 +34,12 @@ BUDGETS = (0.25, 0.5, 1.0)
 TUNING_SEEDS = (1000, 1001)  # never judged
 TUNING_SHARE = 0.5  # of the budget, for every point of the grid
 CALIBRATION_STEPS = 3
+# Every preconditioner on every backbone, and every other update on the backbone that it was published for.
 CONTESTANTS = (
     *("delta_net", "osdn", "osdn-apf", "osdn-newton", "osdn-newton+block-8", "delta_net+pgdn"),
-    *("gdn", "osgdn", "osgdn-apf", "osgdn-newton", "gdn+pgdn"),
-    *("kda", "oskda", "oskda-apf", "oskda-newton", "kda+pgdn"),
+    *("delta_net+longhorn", "delta_net+efla", "delta_net+product-2"),
+    *("gdn", "osgdn", "osgdn-apf", "osgdn-newton", "gdn+pgdn", "gdn+kaczmarz", "gdn+comba"),
+    *("kda", "oskda", "oskda-apf", "oskda-newton", "kda+pgdn", "kda+gdn2"),
 )
 
 
@@ -192,7 +194,7 @@ def planned(protocol: Protocol, folder: Path) -> list[tuple[Trial, list[Run]]]:
 
 
 class Clock:
-    """Seconds that runs take on an idle core, from a few steps of each backbone in each task.
+    """Seconds that runs take on an idle core, from a few steps of each backbone and update in each task.
 
     CPU time is measured: on a machine that does other work, the clock on the wall would count that as well.
     """
@@ -201,7 +203,8 @@ class Clock:
         self.known: dict[Any, tuple[float, float]] = {}  # per step, and per evaluation
 
     def seconds(self, run: Run) -> float:
-        key = (run.task, run.variant.row or run.variant.backbone, run.batch)
+        kind = (run.variant.row, run.variant.backbone, run.variant.update_rule, run.variant.heads)
+        key = (run.task, kind, run.width, run.batch)
         if key not in self.known:
             self.known[key] = self._measure(run)
         step, evaluation = self.known[key]
@@ -304,8 +307,14 @@ def tuned(protocol: Protocol, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def parameters(protocol: Protocol, contestant: str) -> int:
+    """How many parameters a contestant has, with the vocabulary of the first task."""
+    first = protocol.tuning(protocol.trials[0], contestant)[0][0]
+    return sum(p.numel() for p in build(first).parameters())
+
+
 def diagnose(protocol: Protocol, outcome: Outcome) -> list[dict[str, Any]]:
-    """What the trained models' writes do, as means over the judged seeds; rows of the zoo have none."""
+    """What the trained models' writes do, as means over the judged seeds; what a rule lacks is left out."""
     found = []
     for trial, contestant in protocol.cells():
         runs = outcome[trial.name, contestant]
@@ -349,6 +358,7 @@ def run_referee(protocol: Protocol, folder: Path, progress: Progress, jobs: int 
             }
             for t in protocol.trials
         ],
+        "parameters": {name: parameters(protocol, name) for name in protocol.contestants},
         "rows": judge(protocol, outcome),
         "tuned": tuned(protocol, folder),
         "writes": diagnose(protocol, outcome),

@@ -36,6 +36,7 @@ def write_referee(path: Path, content: dict[str, Any], command: str = "osdn lab 
         section("What tuning chose", table(tuning_table(content)), table(gate_table(content))),
         section("What the trained writes do", *(table(one) for one in write_tables(content))),
         section("Tasks", table(task_table(content), heading=False)),
+        section("Sizes", table(size_table(content), heading=False)),
     ]
     return write_page(path, "The referee", f"<p>{escape(lead(content))}</p>", body, command)
 
@@ -188,6 +189,19 @@ def task_table(content: dict[str, Any]) -> Table:
             Row(trial["name"], [Cell(worth), Cell(sizes), Cell(f"{trial['write_scale']:g}"), Cell(settings)])
         )
     return Table("Tasks", ["measured", "steps × batch", "strengths up to", "settings"], rows, left=(0, 3))
+
+
+def size_table(content: dict[str, Any]) -> Table:
+    """Parameters of every contestant, and how many more than the plain rule of its backbone they are."""
+    baseline = {row["contestant"]: row["baseline"] for row in content["rows"]}
+    rows = []
+    for name, count in content["parameters"].items():
+        plain = content["parameters"][baseline[name]]
+        more = "" if name == baseline[name] else f"{100 * (count - plain) / plain:+.1f} %"
+        label = f"{title(name)}{' (plain)' * (not more)}"
+        rows.append(Row(label, [Cell(f"{count:,}"), Cell(more)], rule=not more))
+    note = "With the vocabulary of the first task. Contestants of a backbone have states of the same size."
+    return Table("Sizes", ["parameters", "more than plain"], rows, note)
 
 
 DOTS = "Filled: all of the budget; hollow: a quarter of it. Lines are 95 % intervals over seeds."

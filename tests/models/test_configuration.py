@@ -214,6 +214,23 @@ def test_describe_counts_flops_from_the_shapes():
     assert describe(OSDNForCausalLM(config)) == describe(config)
 
 
+@pytest.mark.parametrize(
+    ("preset", "rule", "more"),
+    [
+        ("delta_net", "longhorn", 0),
+        ("gdn", "comba", 8),
+        ("kda", "gdn2", 16_128),
+        ("delta_net", "product-2", 17_664),
+    ],
+)
+def test_updates_add_the_parameters_that_the_models_page_says(preset, rule, more):
+    plain = describe(f"{preset}-tiny")
+    other = describe(OSDNConfig.from_preset(f"{preset}-tiny", update_rule=rule))
+    assert other.parameters - plain.parameters == more
+    assert other.state_mib == plain.state_mib
+    assert other.preset is None
+
+
 def test_describe_takes_a_saved_models_directory(tmp_path):
     OSDNConfig.from_preset("oskda-apf-340m").save_pretrained(tmp_path)
     assert describe(tmp_path) == describe(str(tmp_path)) == describe("oskda-apf-340m")

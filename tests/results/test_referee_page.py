@@ -39,7 +39,7 @@ def content(effects, trials=("capacity", "text")):
     task = {"vocab_size": 64, "length": 128, "folder": ""}
     return {
         "seeds": 6, "tuning_seeds": [1000], "width": 32, "layers": 2, "rows": rows, "tuned": tuned,
-        "writes": writes,
+        "writes": writes, "parameters": {n: 1000 + 10 * i for i, n in enumerate(NAMES)},
         "trials": [
             {"name": t, "metric": "accuracy", "steps": 10, "batch": 2, "write_scale": 1.0,
              "lower_is_better": False, "task": task}

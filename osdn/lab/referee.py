@@ -10,11 +10,12 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from typing import Protocol as Interface
 
 import torch
 from rich.progress import Progress
@@ -61,6 +62,12 @@ class Trial:
         if not math.isfinite(value):
             return -math.inf
         return -value if self.lower_is_better else value
+
+    def record(self) -> dict[str, Any]:
+        """What a result says of it."""
+        found = {x.name: getattr(self, x.name) for x in fields(self)}
+        task = asdict(self.task)
+        return found | {"task": task | {"folder": ""} if "folder" in task else task}
 
 
 TRIALS = (
@@ -148,6 +155,13 @@ class Protocol:
         )
 
 
+class Contest(Interface):
+    """What can be judged: contestants in trials, each compared with a baseline."""
+
+    def cells(self) -> Iterator[tuple[Trial, str]]: ...
+    def baseline(self, contestant: str) -> str: ...
+
+
 def quick(protocol: Protocol) -> Protocol:
     """The same protocol with two fifths of the steps, one learning rate and one tuning seed."""
     trials = tuple(replace(t, steps=max(20, 2 * t.steps // 5)) for t in protocol.trials)
@@ -163,8 +177,8 @@ def with_tasks(protocol: Protocol, names: Sequence[str]) -> Protocol:
     return replace(protocol, trials=tuple(known[name] for name in chosen))
 
 
-def prepared(protocol: Protocol, output: Path) -> Protocol:
-    """The protocol with the files that its tasks need."""
+def prepared(protocol: Any, output: Path) -> Any:
+    """A protocol or study with the files that its tasks need."""
     return replace(protocol, trials=tuple(replace(t, task=t.task.prepare(output)) for t in protocol.trials))
 
 
@@ -226,11 +240,11 @@ class Clock:
             torch.set_num_threads(threads)
 
 
-def plan_table(protocol: Protocol, folder: Path, jobs: int | None = None) -> Table:
-    """What is left to run, task by task, and how long it takes on idle cores."""
+def plan_table(plan: Sequence[tuple[Trial, list[Run]]], folder: Path, jobs: int | None = None) -> Table:
+    """What is left to run, trial by trial, and how long it takes on idle cores."""
     clock, workers = Clock(), jobs or os.cpu_count() or 1
     rows, total, count = [], 0.0, 0
-    for trial, runs in planned(protocol, folder):
+    for trial, runs in plan:
         seconds = sum(clock.seconds(run) for run in runs) / workers
         total, count = total + seconds, count + len(runs)
         rows.append(Row(trial.name, [Cell(str(trial.steps)), Cell(str(len(runs))), Cell(_time(seconds))]))
@@ -249,15 +263,15 @@ def _time(seconds: float) -> str:
 Outcome = dict[tuple[str, str], list[dict[str, Any]]]  # results by trial and contestant, seed by seed
 
 
-def judge(protocol: Protocol, outcome: Outcome) -> list[dict[str, Any]]:
-    """Every contestant in every trial at every budget: its value, and its difference to the tuned plain rule.
+def judge(contest: Contest, outcome: Outcome) -> list[dict[str, Any]]:
+    """Every contestant in every trial at every budget: its value, and its difference to the baseline.
 
     A positive difference is better.  `p_value` of the difference is of the sign-flip test, `t_p` of the
     paired t-test, and `adjusted` is `t_p` after Holm's correction for all comparisons at that budget.
     """
     rows = []
-    for budget, (trial, contestant) in product(BUDGETS, protocol.cells()):
-        baseline = protocol.baseline(contestant)
+    for budget, (trial, contestant) in product(BUDGETS, contest.cells()):
+        baseline = contest.baseline(contestant)
         at = BUDGETS.index(budget)
         mine, theirs = (
             [run["budgets"][at] for run in outcome[trial.name, name]] for name in (contestant, baseline)
@@ -313,10 +327,10 @@ def parameters(protocol: Protocol, contestant: str) -> int:
     return sum(p.numel() for p in build(first).parameters())
 
 
-def diagnose(protocol: Protocol, outcome: Outcome) -> list[dict[str, Any]]:
+def diagnose(contest: Contest, outcome: Outcome) -> list[dict[str, Any]]:
     """What the trained models' writes do, as means over the judged seeds; what a rule lacks is left out."""
     found = []
-    for trial, contestant in protocol.cells():
+    for trial, contestant in contest.cells():
         runs = outcome[trial.name, contestant]
         row: dict[str, Any] = {"trial": trial.name, "contestant": contestant}
         for name in ("beta", "key_scale", "decay", "q_geo"):
@@ -346,18 +360,7 @@ def run_referee(protocol: Protocol, folder: Path, progress: Progress, jobs: int 
         "beta_biases": list(protocol.beta_biases),
         "width": protocol.width,
         "layers": protocol.layers,
-        "trials": [
-            {
-                "name": t.name,
-                "metric": t.metric,
-                "steps": t.steps,
-                "batch": t.batch,
-                "write_scale": t.write_scale,
-                "lower_is_better": t.lower_is_better,
-                "task": asdict(t.task) | {"folder": ""} if isinstance(t.task, TextTask) else asdict(t.task),
-            }
-            for t in protocol.trials
-        ],
+        "trials": [trial.record() for trial in protocol.trials],
         "parameters": {name: parameters(protocol, name) for name in protocol.contestants},
         "rows": judge(protocol, outcome),
         "tuned": tuned(protocol, folder),

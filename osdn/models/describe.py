@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from osdn.layers import TokenMixer
 from osdn.models.checkpoints import saved_settings
 from osdn.models.configuration_osdn import OSDNConfig
 from osdn.models.identity import preset_of
@@ -135,7 +136,7 @@ def _forward_flops(model: OSDNForCausalLM, config: OSDNConfig) -> int:
     """
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv1d)))
     heads, K, V = config.num_hidden_layers * config.num_v_heads, config.head_k_dim, config.head_v_dim
-    writes = model.model.layers[0].attn.writes  # per token
+    writes = next(m.writes for m in model.modules() if isinstance(m, TokenMixer))  # per token
     recurrence = heads * (writes * 6 * K * V + 8 * K * _block_size(config))
     return 2 * weights + recurrence
 

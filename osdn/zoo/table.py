@@ -36,8 +36,8 @@ Some rows are delta rules in other words: a read key, a write key, a strength an
 row's inputs. They are @FAST@.
 `scan`, and with it the mixers, runs them as one call of the operator
 ([`osdn/zoo/fast.py`](../osdn/zoo/fast.py)), which is tested against the step function: outputs, states and
-all gradients. `scan(..., stepwise=True)` and `RecurrentMixer(..., stepwise=True)` force the step function. The
-other rows are step functions only; MesaNet, which solves a system for every token, is one of them.
+all gradients. `scan(..., stepwise=True)` and `RecurrentMixer(..., stepwise=True)` force the step function.
+The other rows are step functions only; MesaNet, which solves a system for every token, is one of them.
 
 In CPU time on one thread, forward and backward, the fast form is some 15 to 20 times as fast
 (`osdn bench zoo`, 256 tokens, K = V = 32); Longhorn's is 4 times as fast, since its gate per value channel

@@ -59,6 +59,10 @@ def diagnose(
         f"measured and closed-form q_t differ by at most {agreement['largest_difference']:.1e}; "
         f"{100 * agreement['negligible_share']:.2f} % of the residuals were negligible and left out"
     )
+    if result["rule"] is not None and result["scale"] is None:
+        console.print(
+            f"the rule of this model is {result['rule']}, which keeps no scale: its columns are left out"
+        )
     rate = f"{speed['tokens']:,} tokens at {speed['tokens_per_second']:,.0f} per second"
     console.print(f"{rate}; {path}", soft_wrap=True)
 

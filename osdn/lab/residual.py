@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from osdn.analysis.capture import capture
 from osdn.analysis.residuals import FLOOR, scale_trajectory
 from osdn.layers import OperatorInputs, TokenMixer
-from osdn.layers.preconditioner import OPERATORS
+from osdn.layers.mixers import write_keys
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def write_statistics(model: nn.Module, input_ids: Tensor) -> dict[str, Any]:
     writes, log_q = [], []
     for mixer, layer in zip(layers, inputs):
         k = layer.k.repeat_interleave(layer.v.shape[2] // layer.k.shape[2], 2).double()
-        along = (write_keys(layer).double() * k).sum(-1)  # <w, k>, [B, T, HV]
+        along = (write_keys(layer)[0].double() * k).sum(-1)  # <w, k>, [B, T, HV]
         q = (1 - layer.beta * along).square().clamp_min(FLOOR).log()
         log_q.append(q.mean((0, 2)).unflatten(0, (-1, mixer.writes)).mean(1))
         kept = 1.0 if layer.log_decay is None else layer.log_decay.exp().mean().item()
@@ -54,17 +54,6 @@ def write_statistics(model: nn.Module, input_ids: Tensor) -> dict[str, Any]:
         return {**means, "writes": writes}
     q_geo = by_position.mean().exp().item()
     return {"q_geo": q_geo, **means, "writes": writes, "log_q": by_position.tolist()}
-
-
-def write_keys(layer: OperatorInputs) -> Tensor:
-    """What the layer's rule writes with, `[B, T, HV, K]`."""
-    if layer.write_keys is not None:
-        return layer.write_keys
-    if layer.preconditioner is None:
-        return layer.k.repeat_interleave(layer.v.shape[2] // layer.k.shape[2], 2)
-    arguments = dict(layer.preconditioner)
-    gate = arguments.pop("gain", layer.beta)  # PGDN's phase 1 sees a gate of its own
-    return OPERATORS[layer.rule][0](layer.k, gate, **arguments)[0]
 
 
 def scales(model: nn.Module, input_ids: Tensor) -> Tensor:

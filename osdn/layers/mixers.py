@@ -59,6 +59,18 @@ class OperatorInputs(NamedTuple):
     rule: str = "hypergradient"  # of phase 1, whose arguments are in `preconditioner`
 
 
+def write_keys(inputs: OperatorInputs, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
+    """What a mixer writes with, `[B, T, HV, K]`, and what its preconditioner carries after the last token."""
+    if inputs.write_keys is not None:
+        return inputs.write_keys, None
+    if inputs.preconditioner is None:
+        return inputs.k.repeat_interleave(inputs.v.shape[2] // inputs.k.shape[2], 2), None
+    arguments = dict(inputs.preconditioner)
+    gate = arguments.pop("gain", inputs.beta)  # PGDN's phase 1 sees a gate of its own
+    phase1 = OPERATORS[inputs.rule][0]
+    return phase1(inputs.k, gate, **arguments, cu_seqlens=inputs.cu_seqlens, backend=backend)
+
+
 class Recurrence(nn.Module):
     """Calls the operator; a module without parameters, so that hooks can see its inputs and outputs."""
 

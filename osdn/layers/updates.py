@@ -74,6 +74,7 @@ class Update(nn.Module):
     several times, the mixer's keys, values and gates arrive as that many sets of heads.
     """
 
+    name = ""  # as in `update_rule`
     unit_keys = True  # whether the mixer scales keys to length one
     writes = 1  # per token
     # What can be said of its writes; `osdn.lab.residual` has the words.
@@ -208,16 +209,19 @@ def check_update(name: Any, preconditioner: Any = None) -> None:
 
 def make_update(name: str | None, num_heads: int, head_k_dim: int, head_v_dim: int) -> Update | None:
     """The update of that name; None is the plain delta rule."""
-    sizes = (num_heads, head_k_dim, head_v_dim)
     if name is None:
         return None
+    sizes = (num_heads, head_k_dim, head_v_dim)
     if name in STEPS:
-        return StepOfLength(STEPS[name], *sizes)
-    if name in KEYS:
-        return KEYS[name](*sizes)
-    writes = _writes(name)
-    assert writes is not None  # `check_update` saw to it
-    return DeltaProduct(writes, *sizes)
+        found: Update = StepOfLength(STEPS[name], *sizes)
+    elif name in KEYS:
+        found = KEYS[name](*sizes)
+    else:
+        writes = _writes(name)
+        assert writes is not None  # `check_update` saw to it
+        found = DeltaProduct(writes, *sizes)
+    found.name = name
+    return found
 
 
 def _writes(name: str) -> int | None:

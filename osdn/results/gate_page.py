@@ -29,7 +29,8 @@ def write_gate_page(path: Path, content: dict[str, Any], command: str = "osdn la
         tables = [gate_table(content, task, budget) for budget in (1.0, 0.5, 0.25)]
         drawn = [(dot_plot(part, "delta_net"), f"Against a gate without a bias. {DOTS}")]
         body.append(section(task.capitalize(), *(table(one) for one in tables), figures(drawn)))
-    body.append(section("What the trained writes do", *(table(one) for one in write_tables(content))))
+        trained = [table(one) for one in write_tables(part)]
+        body.append(section(f"What the trained writes do: {task}", *trained))
     body.append(section("Settings", table(task_table(content), heading=False)))
     return write_page(path, "The start of the write gate", f"<p>{escape(lead(content))}</p>", body, command)
 
@@ -52,8 +53,11 @@ def of_task(content: dict[str, Any], task: str) -> dict[str, Any]:
     trials = [trial for trial in content["trials"] if trial["group"] == task]
     names = {trial["name"]: trial["change"] for trial in trials}
     renamed = [trial | {"name": trial["change"]} for trial in trials]
-    rows = [row | {"trial": names[row["trial"]]} for row in content["rows"] if row["trial"] in names]
-    return content | {"trials": renamed, "rows": rows}
+    parts = {
+        key: [row | {"trial": names[row["trial"]]} for row in content[key] if row["trial"] in names]
+        for key in ("rows", "writes")
+    }
+    return content | {"trials": renamed} | parts
 
 
 def gate_table(content: dict[str, Any], task: str, budget: float) -> Table:

@@ -363,6 +363,7 @@ def _checked_contest(content: dict[str, Any]) -> dict[str, Any]:
     rows, trials = content["rows"], [trial["name"] for trial in content["trials"]]
     if content["kind"] == "write-gate":
         trials = [f"{trial['group']}, {trial['change']}" for trial in content["trials"]]
+        trials += [row["trial"] for row in content["writes"]]
     numbers = [content["seeds"], *(row["value"]["mean"] for row in rows)]
     for row in (row for row in rows if row["difference"] is not None):
         numbers += [row["difference"][key] for key in ("mean", "low", "high", "seeds", "p_value")]

@@ -60,7 +60,7 @@ def content(effects):
             row = {"trial": setting.name, "contestant": name, "baseline": "delta_net", "budget": budget}
             row |= {"value": {"mean": 0.5}, "difference": None if name == "delta_net" else gain}
             rows.append(row | {"t_p": adjusted, "adjusted": adjusted})
-    return {"kind": "write-gate", "trials": [s.record() for s in SMALL], "rows": rows}
+    return {"kind": "write-gate", "trials": [s.record() for s in SMALL], "rows": rows, "writes": []}
 
 
 def test_the_verdict_says_where_it_holds_and_where_it_fades():

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from osdn.analysis.theory.runs import Problem
 from osdn.hosts.names import replacing
 from osdn.layers import OperatorInputs, TokenMixer
+from osdn.layers.mixers import write_keys
 from osdn.layers.precision import l2_normalize
+from osdn.layers.updates import Comba, Update
 
 # What layers of `transformers` (Qwen3-Next, Qwen3.5, Kimi Linear, ...) call their recurrence.  All take
 # (query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel) and return the outputs first.
@@ -40,10 +42,15 @@ class LayerCapture:
 
     layer: int  # which recurrent layer of the model, counted from 0
     name: str  # its module's name in the model
-    scaled: bool  # whether it has an online preconditioner
-    problem: Problem  # k [B, T, HV, K], v, beta, decay, settings of phase 1; in float32
+    rule: str | None  # of its preconditioner, or the name of its update; None is the plain delta rule
+    problem: Problem  # k [B, T, HV, K], v, beta, decay, settings of phase 1 or write keys; in float32
     q: Tensor  # [B, T, HV, K]
     output: Tensor  # [B, T, HV, V], what the layer's own recurrence returned
+
+    @property
+    def scaled(self) -> bool:
+        """Whether it has the scale of the paper's rule."""
+        return self.rule == "hypergradient"
 
 
 Receive = Callable[[LayerCapture], None]
@@ -86,7 +93,8 @@ def capturing(model: nn.Module, receive: Receive) -> Iterator[None]:
         foreign = {}
         for i, (name, layer) in enumerate(layers.items()):
             if isinstance(layer, TokenMixer):
-                hook = partial(_record_ours, receive, i, name)
+                _check_update(name, layer.update)
+                hook = partial(_record_ours, receive, i, name, layer.update)
                 stack.callback(layer.recurrence.register_forward_hook(hook).remove)
             else:
                 foreign[i, name] = layer
@@ -159,30 +167,58 @@ def _read_foreign(
     return _read(layer, name, inputs, output)
 
 
+def _check_update(name: str, update: Update | None) -> None:
+    """Refuse an update whose writes cannot be measured token by token."""
+    if isinstance(update, Comba):
+        raise ValueError(
+            f"{name}: Comba has no residual ratio: it reads the state before its decay, so that its write "
+            f"does not shrink the error it saw"
+        )
+    if update is not None and update.writes > 1:
+        raise ValueError(
+            f"{name}: DeltaProduct writes {update.writes} times per token; this measures one write per token"
+        )
+
+
 def _record_ours(
-    receive: Receive, layer: int, name: str, _: nn.Module, args: tuple[Any, ...], result: tuple[Any, ...]
+    receive: Receive,
+    layer: int,
+    name: str,
+    update: Update | None,
+    _: nn.Module,
+    args: tuple[Any, ...],
+    result: tuple[Any, ...],
 ) -> None:
-    receive(_read(layer, name, args[0], result[0]))
+    inputs: OperatorInputs = args[0]
+    rule = inputs.rule if inputs.preconditioner is not None else None if update is None else update.name
+    receive(_read(layer, name, inputs, result[0], rule))
 
 
-def _read(layer: int, name: str, inputs: OperatorInputs, output: Tensor) -> LayerCapture:
+def _read(
+    layer: int, name: str, inputs: OperatorInputs, output: Tensor, rule: str | None = None
+) -> LayerCapture:
     """A layer's inputs in one form: float32, as many heads of keys as of values."""
     if inputs.cu_seqlens is not None:
         raise ValueError(
             "this batch was packed into one row (padding does that); capture one prompt at a time"
         )
-    if inputs.rule != "hypergradient":
-        raise ValueError(f"this measures online scaling; the rule of this layer is {inputs.rule!r}")
-    q, k, v, beta = (x.detach().float() for x in inputs[:4])
-    log_decay = None if inputs.log_decay is None else inputs.log_decay.detach().float()
-    scaled = inputs.preconditioner is not None
-    settings: dict[str, Any] = inputs.preconditioner or {"eta": 0.0}  # without a step the scale stays one
+    inputs = OperatorInputs(*map(_plain, inputs))
+    settings: dict[str, Any] = {"eta": 0.0}  # without a step the scale stays one
+    if inputs.preconditioner is not None:
+        # copies: a cache overwrites its state and scale in place once the layer has run
+        settings = {key: _copy(x) for key, x in inputs.preconditioner.items()}
+        inputs = inputs._replace(preconditioner=settings)
+    if inputs.rule != "hypergradient" or inputs.write_keys is not None:
+        settings = {"eta": 0.0, "write_keys": write_keys(inputs)[0]}
+    q, k, v, beta, log_decay = inputs[:5]
     groups = v.shape[2] // k.shape[2]
     q, k = q.repeat_interleave(groups, 2), k.repeat_interleave(groups, 2)
-    # copies: a cache overwrites its state and scale in place once the layer has run
-    settings = {key: _copy(x) for key, x in settings.items()}
     problem = Problem(k, v, beta, log_decay, _copy(inputs.initial_state), **settings)
-    return LayerCapture(layer, name, scaled, problem, q, output.detach())
+    return LayerCapture(layer, name, rule, problem, q, output.detach())
+
+
+def _plain(x: Any) -> Any:
+    return x.detach().float() if isinstance(x, Tensor) else x
 
 
 def _copy(x: Any) -> Any:

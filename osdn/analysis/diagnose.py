@@ -50,6 +50,7 @@ class Diagnosis:
         self.model = getattr(model, getattr(model, "base_model_prefix", ""), model)  # the head is not needed
         self.tasks: dict[str, Sums] = {}
         self.largest_disagreement = 0.0
+        self.rule: str | None = None
         self.scale_range: list[tuple[float, float]] = []
         self.channels = 0
         self.bounds: tuple[float, float] | None = None
@@ -66,6 +67,7 @@ class Diagnosis:
         def measure(layer: LayerCapture) -> None:
             rows = _rows(layer.problem.length, prompt.second_reading, layer.problem.k.device)
             ratios.append(self._ratios(layer, rows))
+            self.rule = layer.rule
             if layer.scaled:
                 scales.append(self._scales(layer, rows))
 
@@ -130,6 +132,7 @@ class Diagnosis:
         return {
             "kind": "diagnosis",
             "seed": SEED,
+            "rule": self.rule,
             **_prompts(tasks),
             "attention_layers_left_out": attention_layers(self.model),
             ALL: whole,

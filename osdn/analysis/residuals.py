@@ -3,7 +3,8 @@
 f_t(S) = ½ |v_t - Sᵀk_t|² is the regression loss that the delta rule takes one step on (the paper, "Mechanism
 diagnostic").  For layers whose state decays, S_{t-1} is the decayed state: what the write starts from.  The
 ratio is measured twice: from the states, which the operators' recurrence yields in float32, and by the closed
-form q_t = (1 - beta_t <d_t, k_t²>)², which needs no state ("Token-Local Residual Contraction").
+form q_t = (1 - beta_t <d_t, k_t²>)², which needs no state ("Token-Local Residual Contraction").  Of another
+rule than the paper's the closed form is (1 - beta_t <w_t, k_t>)², with its write key w; it has no scale d.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Residuals:
 
     before: Tensor  # f_t(S_{t-1})
     after: Tensor  # f_t(S_t)
-    closed: Tensor  # (1 - beta_t <d_t, k_t²>)²
+    closed: Tensor  # (1 - beta_t <w_t, k_t>)²
     negligible: Tensor  # whether `before` is too small for a ratio
 
     @property
@@ -61,6 +62,8 @@ def scale_trajectory(layer: LayerCapture | Problem) -> Tensor:
     one such token after each of the stream's own reads out what that token left.
     """
     p = layer.problem if isinstance(layer, LayerCapture) else layer
+    if p.write_keys is not None:
+        raise ValueError("this layer has no scale: only the paper's rule keeps one")
     beta = p.beta if p.beta_aware else torch.ones_like(p.beta)
     retention = p.retention
     if isinstance(retention, (int, float)):

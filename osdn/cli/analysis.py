@@ -73,6 +73,10 @@ def diagnose(
     )
     if left_out := result["attention_layers_left_out"]:
         console.print(f"{left_out} attention layers have no writes to measure and were left out")
+    if result["rule"] is not None and result["scale"] is None:
+        console.print(
+            f"the rule of this model is {result['rule']}, which keeps no scale: its columns are left out"
+        )
     rate = f"{speed['tokens']:,} tokens at {speed['tokens_per_second']:,.0f} per second"
     console.print(f"{rate}; {path}", soft_wrap=True)
 

@@ -78,3 +78,13 @@ def training(
     console.print(f"bare loop  {rates['loop']:10,.0f} tokens/s")
     console.print(f"trainer    {rates['trainer']:10,.0f} tokens/s, {100 * result['share']:.1f} % of it")
     console.print(str(output / "training.json"), soft_wrap=True)
+
+
+@app.command("zoo")
+def zoo(rounds: Annotated[int, typer.Option(min=1, help="Rounds per row.")] = 3) -> None:
+    """The fast forms of the zoo's rows against their step functions."""
+    from osdn.benchmarks.zoo import run
+
+    with console.status("timing the rows"):
+        table = run(rounds)
+    show(table)

@@ -78,6 +78,7 @@ Layers = Annotated[int, typer.Option(min=1, help="Layers of the model.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per step.")]
 Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="List what would be run, and how long it takes.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: one per core.")]
 
 
@@ -190,9 +191,7 @@ def referee(
     tasks: Annotated[list[str], typer.Option(help="Names of tasks; default: all that can be learned.")] = [],  # noqa: B006
     seeds: Annotated[int, typer.Option(min=2, help="How many seeds are judged.")] = 6,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer tasks, contestants and steps.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what would be run, and how long it takes.")
-    ] = False,
+    dry_run: DryRun = False,
     jobs: Jobs = None,
     output: Output = Path("runs/referee"),
 ) -> None:
@@ -211,7 +210,7 @@ def referee(
             protocol = lab.quick(protocol)
         with console.status("timing a few steps of every task"):
             protocol = lab.prepared(protocol, output)
-            plan = lab.plan_table(protocol, output, jobs)
+            plan = lab.plan_table(lab.planned(protocol, output), output, jobs)
         show(plan)
         if dry_run:
             return
@@ -222,6 +221,40 @@ def referee(
         for words in verdicts(content):
             console.print(words, soft_wrap=True, markup=False, highlight=False)
         page = write_referee(output / "referee.html", content, f"osdn lab referee{' --quick' * quick}")
+    console.print(f"the page is {page.resolve()}", soft_wrap=True)
+
+
+@app.command("write-gate")
+def write_gate(
+    seeds: Annotated[int, typer.Option(min=2, help="How many seeds.")] = 6,
+    dry_run: DryRun = False,
+    jobs: Jobs = None,
+    output: Output = Path("runs/write-gate"),
+) -> None:
+    """Where the start of DeltaNet's write gate matters: over widths, heads, lengths and budgets."""
+    from osdn.lab import referee as lab
+    from osdn.lab import write_gate as study
+    from osdn.lab.runner import progress_bar
+    from osdn.results.gate_page import gate_table, gate_verdicts, tasks_of, write_gate_page
+    from osdn.results.store import save_json
+
+    with plain_errors():
+        made(output)
+        chosen = study.Study(seeds=seeds)
+        with console.status("timing a few steps of every setting"):
+            chosen = lab.prepared(chosen, output)
+            plan = lab.plan_table(chosen.planned(output), output, jobs)
+        show(plan)
+        if dry_run:
+            return
+        with progress_bar(console) as progress:
+            content = study.run_study(chosen, output, progress, jobs)
+        save_json(output / "write-gate.json", content)
+        for task in tasks_of(content):
+            show(gate_table(content, task, 1.0))
+        for words in gate_verdicts(content):
+            console.print(words, soft_wrap=True, markup=False, highlight=False)
+        page = write_gate_page(output / "write-gate.html", content)
     console.print(f"the page is {page.resolve()}", soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""The referee: which preconditioner, if any, makes a delta rule remember more than a tuned plain one.
+"""The referee: which preconditioner or other update, if any, remembers more than a tuned plain delta rule.
 
 Every contestant, the plain delta rule of each backbone included, gets its learning rate and the start of its
 write gate from the same small grid, on seeds that are not used again.  Then all are judged on the same fresh
@@ -10,11 +10,12 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from typing import Protocol as Interface
 
 import torch
 from rich.progress import Progress
@@ -25,7 +26,7 @@ from osdn.lab.recall import RecallTask
 from osdn.lab.runner import cost, file_of, read_result, run_all
 from osdn.lab.text import TextTask
 from osdn.lab.tracking import TrackingTask
-from osdn.lab.training import Learner, Run
+from osdn.lab.training import Learner, Run, build
 from osdn.lab.variants import Variant, baseline_of
 from osdn.results.statistics import estimate, holm, paired_difference, t_test
 from osdn.results.tables import Cell, Row, Table
@@ -34,10 +35,12 @@ BUDGETS = (0.25, 0.5, 1.0)
 TUNING_SEEDS = (1000, 1001)  # never judged
 TUNING_SHARE = 0.5  # of the budget, for every point of the grid
 CALIBRATION_STEPS = 3
+# Every preconditioner on every backbone, and every other update on the backbone that it was published for.
 CONTESTANTS = (
     *("delta_net", "osdn", "osdn-apf", "osdn-newton", "osdn-newton+block-8", "delta_net+pgdn"),
-    *("gdn", "osgdn", "osgdn-apf", "osgdn-newton", "gdn+pgdn"),
-    *("kda", "oskda", "oskda-apf", "oskda-newton", "kda+pgdn"),
+    *("delta_net+longhorn", "delta_net+efla", "delta_net+product-2"),
+    *("gdn", "osgdn", "osgdn-apf", "osgdn-newton", "gdn+pgdn", "gdn+kaczmarz", "gdn+comba"),
+    *("kda", "oskda", "oskda-apf", "oskda-newton", "kda+pgdn", "kda+gdn2"),
 )
 
 
@@ -59,6 +62,12 @@ class Trial:
         if not math.isfinite(value):
             return -math.inf
         return -value if self.lower_is_better else value
+
+    def record(self) -> dict[str, Any]:
+        """What a result says of it."""
+        found = {x.name: getattr(self, x.name) for x in fields(self)}
+        task = asdict(self.task)
+        return found | {"task": task | {"folder": ""} if "folder" in task else task}
 
 
 TRIALS = (
@@ -146,6 +155,13 @@ class Protocol:
         )
 
 
+class Contest(Interface):
+    """What can be judged: contestants in trials, each compared with a baseline."""
+
+    def cells(self) -> Iterator[tuple[Trial, str]]: ...
+    def baseline(self, contestant: str) -> str: ...
+
+
 def quick(protocol: Protocol) -> Protocol:
     """The same protocol with two fifths of the steps, one learning rate and one tuning seed."""
     trials = tuple(replace(t, steps=max(20, 2 * t.steps // 5)) for t in protocol.trials)
@@ -161,8 +177,8 @@ def with_tasks(protocol: Protocol, names: Sequence[str]) -> Protocol:
     return replace(protocol, trials=tuple(known[name] for name in chosen))
 
 
-def prepared(protocol: Protocol, output: Path) -> Protocol:
-    """The protocol with the files that its tasks need."""
+def prepared(protocol: Any, output: Path) -> Any:
+    """A protocol or study with the files that its tasks need."""
     return replace(protocol, trials=tuple(replace(t, task=t.task.prepare(output)) for t in protocol.trials))
 
 
@@ -192,7 +208,7 @@ def planned(protocol: Protocol, folder: Path) -> list[tuple[Trial, list[Run]]]:
 
 
 class Clock:
-    """Seconds that runs take on an idle core, from a few steps of each backbone in each task.
+    """Seconds that runs take on an idle core, from a few steps of each backbone and update in each task.
 
     CPU time is measured: on a machine that does other work, the clock on the wall would count that as well.
     """
@@ -201,7 +217,8 @@ class Clock:
         self.known: dict[Any, tuple[float, float]] = {}  # per step, and per evaluation
 
     def seconds(self, run: Run) -> float:
-        key = (run.task, run.variant.row or run.variant.backbone, run.batch)
+        kind = (run.variant.row, run.variant.backbone, run.variant.update_rule, run.variant.heads)
+        key = (run.task, kind, run.width, run.batch)
         if key not in self.known:
             self.known[key] = self._measure(run)
         step, evaluation = self.known[key]
@@ -223,11 +240,11 @@ class Clock:
             torch.set_num_threads(threads)
 
 
-def plan_table(protocol: Protocol, folder: Path, jobs: int | None = None) -> Table:
-    """What is left to run, task by task, and how long it takes on idle cores."""
+def plan_table(plan: Sequence[tuple[Trial, list[Run]]], folder: Path, jobs: int | None = None) -> Table:
+    """What is left to run, trial by trial, and how long it takes on idle cores."""
     clock, workers = Clock(), jobs or os.cpu_count() or 1
     rows, total, count = [], 0.0, 0
-    for trial, runs in planned(protocol, folder):
+    for trial, runs in plan:
         seconds = sum(clock.seconds(run) for run in runs) / workers
         total, count = total + seconds, count + len(runs)
         rows.append(Row(trial.name, [Cell(str(trial.steps)), Cell(str(len(runs))), Cell(_time(seconds))]))
@@ -246,15 +263,15 @@ def _time(seconds: float) -> str:
 Outcome = dict[tuple[str, str], list[dict[str, Any]]]  # results by trial and contestant, seed by seed
 
 
-def judge(protocol: Protocol, outcome: Outcome) -> list[dict[str, Any]]:
-    """Every contestant in every trial at every budget: its value, and its difference to the tuned plain rule.
+def judge(contest: Contest, outcome: Outcome) -> list[dict[str, Any]]:
+    """Every contestant in every trial at every budget: its value, and its difference to the baseline.
 
     A positive difference is better.  `p_value` of the difference is of the sign-flip test, `t_p` of the
     paired t-test, and `adjusted` is `t_p` after Holm's correction for all comparisons at that budget.
     """
     rows = []
-    for budget, (trial, contestant) in product(BUDGETS, protocol.cells()):
-        baseline = protocol.baseline(contestant)
+    for budget, (trial, contestant) in product(BUDGETS, contest.cells()):
+        baseline = contest.baseline(contestant)
         at = BUDGETS.index(budget)
         mine, theirs = (
             [run["budgets"][at] for run in outcome[trial.name, name]] for name in (contestant, baseline)
@@ -304,10 +321,16 @@ def tuned(protocol: Protocol, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def diagnose(protocol: Protocol, outcome: Outcome) -> list[dict[str, Any]]:
-    """What the trained models' writes do, as means over the judged seeds; rows of the zoo have none."""
+def parameters(protocol: Protocol, contestant: str) -> int:
+    """How many parameters a contestant has, with the vocabulary of the first task."""
+    first = protocol.tuning(protocol.trials[0], contestant)[0][0]
+    return sum(p.numel() for p in build(first).parameters())
+
+
+def diagnose(contest: Contest, outcome: Outcome) -> list[dict[str, Any]]:
+    """What the trained models' writes do, as means over the judged seeds; what a rule lacks is left out."""
     found = []
-    for trial, contestant in protocol.cells():
+    for trial, contestant in contest.cells():
         runs = outcome[trial.name, contestant]
         row: dict[str, Any] = {"trial": trial.name, "contestant": contestant}
         for name in ("beta", "key_scale", "decay", "q_geo"):
@@ -337,18 +360,8 @@ def run_referee(protocol: Protocol, folder: Path, progress: Progress, jobs: int 
         "beta_biases": list(protocol.beta_biases),
         "width": protocol.width,
         "layers": protocol.layers,
-        "trials": [
-            {
-                "name": t.name,
-                "metric": t.metric,
-                "steps": t.steps,
-                "batch": t.batch,
-                "write_scale": t.write_scale,
-                "lower_is_better": t.lower_is_better,
-                "task": asdict(t.task) | {"folder": ""} if isinstance(t.task, TextTask) else asdict(t.task),
-            }
-            for t in protocol.trials
-        ],
+        "trials": [trial.record() for trial in protocol.trials],
+        "parameters": {name: parameters(protocol, name) for name in protocol.contestants},
         "rows": judge(protocol, outcome),
         "tuned": tuned(protocol, folder),
         "writes": diagnose(protocol, outcome),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from osdn.analysis.capture import capture
 from osdn.analysis.residuals import FLOOR, scale_trajectory
 from osdn.layers import OperatorInputs, TokenMixer
-from osdn.layers.preconditioner import OPERATORS
+from osdn.layers.mixers import write_keys
 
 
 @torch.no_grad()
@@ -20,8 +20,10 @@ def write_statistics(model: nn.Module, input_ids: Tensor) -> dict[str, Any]:
     """Means over heads, prompts and tokens: of each layer (`writes`), and of all of them.
 
     `q_geo` is the geometric mean of the residual ratio and `log_q` its mean logarithm by position; `beta` is
-    the mean write strength, `key_scale` the mean <w, k> / <k, k>, and `decay` what the state keeps per token.
-    Nothing for a model that has no delta rule.
+    the mean write strength (of keys that keep their length, times their square: the strength that writes as
+    much with a unit key), `key_scale` the mean <w, k> / <k, k>, and `decay` what the state keeps per token.
+    What an update does not have is left out (`Update.measured`): GDN-2 has no single write strength, and a
+    write of Comba does not shrink the error that it saw.  Nothing for a model that has no delta rule.
     """
     inputs: list[OperatorInputs] = []
     layers = [module for module in model.modules() if isinstance(module, TokenMixer)]
@@ -34,28 +36,24 @@ def write_statistics(model: nn.Module, input_ids: Tensor) -> dict[str, Any]:
         for hook in hooks:
             hook.remove()
     writes, log_q = [], []
-    for layer in inputs:
+    for mixer, layer in zip(layers, inputs):
         k = layer.k.repeat_interleave(layer.v.shape[2] // layer.k.shape[2], 2).double()
-        along = (write_keys(layer).double() * k).sum(-1)  # <w, k>, [B, T, HV]
+        along = (write_keys(layer)[0].double() * k).sum(-1)  # <w, k>, [B, T, HV]
         q = (1 - layer.beta * along).square().clamp_min(FLOOR).log()
-        log_q.append(q.mean((0, 2)))
+        log_q.append(q.mean((0, 2)).unflatten(0, (-1, mixer.writes)).mean(1))
         kept = 1.0 if layer.log_decay is None else layer.log_decay.exp().mean().item()
         scale = (along / k.square().sum(-1).clamp_min(1e-6)).mean().item()
-        row = {"beta": layer.beta.mean().item(), "key_scale": scale, "decay": kept}
-        writes.append(row | {"q_geo": q.mean().exp().item()})
+        strength = layer.beta if mixer.update is None or mixer.update.unit_keys else layer.beta * along
+        row = {"beta": strength.mean().item(), "key_scale": scale, "decay": kept}
+        row["q_geo"] = q.mean().exp().item()
+        known = row if mixer.update is None else mixer.update.measured
+        writes.append({name: row[name] for name in known})
     by_position = torch.stack(log_q).mean(0)
-    means = {name: sum(row[name] for row in writes) / len(writes) for name in ("beta", "key_scale", "decay")}
+    means = {name: sum(row[name] for row in writes) / len(writes) for name in writes[0] if name != "q_geo"}
+    if "q_geo" not in writes[0]:
+        return {**means, "writes": writes}
     q_geo = by_position.mean().exp().item()
     return {"q_geo": q_geo, **means, "writes": writes, "log_q": by_position.tolist()}
-
-
-def write_keys(layer: OperatorInputs) -> Tensor:
-    """What the layer's rule writes with, `[B, T, HV, K]`."""
-    if layer.preconditioner is None:
-        return layer.k.repeat_interleave(layer.v.shape[2] // layer.k.shape[2], 2)
-    arguments = dict(layer.preconditioner)
-    gate = arguments.pop("gain", layer.beta)  # PGDN's phase 1 sees a gate of its own
-    return OPERATORS[layer.rule][0](layer.k, gate, **arguments)[0]
 
 
 def scales(model: nn.Module, input_ids: Tensor) -> Tensor:

@@ -158,9 +158,12 @@ def build(run: Run) -> Any:
     if run.variant.row is not None:
         model = causal_lm(run.variant.row, config)
     else:
-        plain = OSDNForCausalLM(type(config)(**config.to_diff_dict() | {"preconditioner": None}))
+        nothing = {"preconditioner": None, "update_rule": None}
+        plain = OSDNForCausalLM(type(config)(**config.to_diff_dict() | nothing))
         model = OSDNForCausalLM(config)
-        model.load_state_dict(plain.state_dict(), strict=False)
+        shapes = {name: x.shape for name, x in model.state_dict().items()}
+        shared = {name: x for name, x in plain.state_dict().items() if shapes[name] == x.shape}
+        model.load_state_dict(shared, strict=False)
     torch.manual_seed(run.seed)  # what a task adds does not depend on how many numbers the mixers drew
     run.task.adapt(model)
     return model.train()

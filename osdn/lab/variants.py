@@ -1,9 +1,9 @@
 """The models of the lab by name: the variants, their ablations, sweeps, and the rows of the zoo.
 
 `osdn-apf` is a variant, `osdn-apf-hybrid` the same with every fourth layer (or, of fewer, the last) full
-attention, `osdn+d0` an ablation, `delta_net+pgdn` a plain backbone with another rule;
-`--eta 0.01 0.1` replaces every variant of the paper's rule by one copy per step size.  `gla` is a row of the
-zoo; where a variant has the same name, the row is `zoo:delta_net`.
+attention, `osdn+d0` an ablation, `delta_net+pgdn` a plain backbone with another preconditioner and
+`gdn+comba` one with another update; `--eta 0.01 0.1` replaces every variant of the paper's rule by one copy
+per step size.  `gla` is a row of the zoo; where a variant has the same name, the row is `zoo:delta_net`.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from osdn.layers.updates import UPDATES
 from osdn.models import OSDNConfig
 from osdn.models.presets import VARIANTS
 from osdn.zoo import RECURRENCES
 
-# What may follow a plus, by the rule of the variant before it.  Those of the paper's rule are its "OSDN
-# Variant Ablations" and "OSDN implementation".
+# Settings of the preconditioner that may follow a plus, by the rule of the variant before it.  Those of the
+# paper's rule are its "OSDN Variant Ablations" and "OSDN implementation".
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"pgdn": {"rule": "pgdn"}},
     "hypergradient": {
@@ -36,11 +37,13 @@ class Variant:
     """A name, and what a sweep changed; None is the variant's own.
 
     Args:
-        name: of a variant, with "-hybrid" after it or an ablation after a plus, or of a row of the zoo.
+        name: of a variant, perhaps with "-hybrid" after it, perhaps with an ablation or an update after a
+            plus; or of a row of the zoo.
         eta: step size of the paper's rule.
         bounds: its box.
         beta_bias: where a learned bias of the write gate starts; None is a gate without one.
         write_scale: a factor of every write strength; 2 allows strengths up to 2.
+        heads: how many; None is the tiny presets' two.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Variant:
     bounds: tuple[float, float] | None = None
     beta_bias: float | None = None
     write_scale: float = 1.0
+    heads: int | None = None
 
     def __post_init__(self) -> None:
         base, change = self.base, self.name.partition("+")[2]
@@ -60,8 +64,8 @@ class Variant:
             raise ValueError(f"{base} is a row of the zoo; it has no beta_bias or write_scale")
         if not self.scales and (self.eta is not None or self.bounds is not None):
             raise ValueError(f"{base} does not scale online; it has no eta or box")
-        if change and change not in self._changes():
-            known = ", ".join(self._changes()) or "none for it"
+        if change and change not in self._changes() and self.update_rule is None:
+            known = ", ".join([*self._changes(), *self._updates()]) or "none for it"
             raise ValueError(f"there is no ablation {change!r} of {base}; there are {known}")
 
     @property
@@ -86,8 +90,8 @@ class Variant:
 
     @property
     def plain(self) -> bool:
-        """Whether it is a backbone without a preconditioner."""
-        return self.row is None and self.preconditioner is None
+        """Whether it is a backbone with nothing but the plain delta rule."""
+        return self.row is None and self.preconditioner is None and self.update_rule is None
 
     @property
     def scales(self) -> bool:
@@ -98,10 +102,20 @@ class Variant:
         base = self.base
         return {} if self.row is not None or base not in VARIANTS else CHANGES[_rule(VARIANTS[base][1])]
 
+    def _updates(self) -> tuple[str, ...]:
+        known = self.row is None and self.base in VARIANTS
+        return UPDATES if known and VARIANTS[self.base][1] is None else ()
+
+    @property
+    def update_rule(self) -> str | None:
+        """The update that follows a plain backbone's name; None is the delta rule."""
+        change = self.name.partition("+")[2]
+        return change if change in self._updates() else None
+
     @property
     def preconditioner(self) -> dict[str, Any] | None:
-        """Its settings; None for a plain backbone and for a row of the zoo."""
-        if self.row is not None:
+        """Its settings; None for a plain backbone, another update and a row of the zoo."""
+        if self.row is not None or self.update_rule is not None:
             return None
         base, change = self.base, self.name.partition("+")[2]
         swept = {name: x for name, x in (("eta", self.eta), ("bounds", self.bounds)) if x is not None}
@@ -115,7 +129,8 @@ class Variant:
         box = "" if self.bounds is None else f" box={self.bounds[0]:g}:{self.bounds[1]:g}"
         bias = "" if self.beta_bias is None else f" bias={self.beta_bias:g}"
         factor = "" if self.write_scale == 1 else f" write={self.write_scale:g}"
-        return self.name + eta + box + bias + factor
+        heads = "" if self.heads is None else f" heads={self.heads}"
+        return self.name + eta + box + bias + factor + heads
 
     def config(self, width: int, **settings: Any) -> OSDNConfig:
         """The model of this variant at a width, which the tiny presets' proportions follow.
@@ -124,10 +139,12 @@ class Variant:
         """
         if self.row is not None:
             return Variant("delta_net").config(width, **settings)
-        settings |= {"hidden_size": width, "intermediate_size": 2 * width, "beta_bias": self.beta_bias}
+        heads = self.heads or 2
+        settings |= {"hidden_size": width, "intermediate_size": 2 * width, "num_heads": heads}
         if VARIANTS[self.base][0] == "gated_delta_net":
-            settings |= {"head_k_dim": 3 * width // 8, "head_v_dim": 3 * width // 4}
-        settings |= {"preconditioner": self.preconditioner, "write_scale": self.write_scale}
+            settings |= {"head_k_dim": 3 * width // (4 * heads), "head_v_dim": 3 * width // (2 * heads)}
+        settings |= {"preconditioner": self.preconditioner, "update_rule": self.update_rule}
+        settings |= {"beta_bias": self.beta_bias, "write_scale": self.write_scale}
         return OSDNConfig.from_preset(f"{self.name.partition('+')[0]}-tiny", **settings)
 
 

@@ -20,6 +20,7 @@ def fused(mixer: "TokenMixer", x: Tensor, cu_seqlens: Tensor | None) -> bool:
     convolutions = (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d)
     return (
         mixer.fuses
+        and mixer.update is None
         and mixer.o_norm.eps is not None
         and mixer.recurrence.backend in ("auto", "cpu")
         and (mixer.preconditioner is None or isinstance(mixer.preconditioner.config, PreconditionerConfig))

@@ -29,6 +29,7 @@ from osdn.layers.preconditioner import (
     for_strength,
     set_values,
 )
+from osdn.layers.updates import check_update, make_update
 from osdn.ops import checks, delta_rule
 from osdn.ops.cpu.convolution import usable
 from osdn.ops.cpu.decay import log_decay
@@ -63,7 +64,20 @@ class OperatorInputs(NamedTuple):
     preconditioner: dict[str, Any] | None  # arguments of phase 1; None is the plain delta rule
     initial_state: Tensor | None  # [N, HV, K, V]
     cu_seqlens: Tensor | None  # [N + 1]
+    write_keys: Tensor | None = None  # [B, T, HV, K], of an update without phase 1; None is `k`
     rule: str = "hypergradient"  # of phase 1, whose arguments are in `preconditioner`
+
+
+def write_keys(inputs: OperatorInputs, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
+    """What a mixer writes with, `[B, T, HV, K]`, and what its preconditioner carries after the last token."""
+    if inputs.write_keys is not None:
+        return inputs.write_keys, None
+    if inputs.preconditioner is None:
+        return inputs.k.repeat_interleave(inputs.v.shape[2] // inputs.k.shape[2], 2), None
+    arguments = dict(inputs.preconditioner)
+    gate = arguments.pop("gain", inputs.beta)  # PGDN's phase 1 sees a gate of its own
+    phase1 = OPERATORS[inputs.rule][0]
+    return phase1(inputs.k, gate, **arguments, cu_seqlens=inputs.cu_seqlens, backend=backend)
 
 
 class Recurrence(nn.Module):
@@ -78,7 +92,7 @@ class Recurrence(nn.Module):
         self, inputs: OperatorInputs, output_final_state: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The outputs `[B, T, HV, V]`, the final state and what the preconditioner carries on."""
-        q, k, v, beta, log_decay, preconditioner, initial_state, cu_seqlens, rule = inputs
+        q, k, v, beta, log_decay, preconditioner, initial_state, cu_seqlens, write_keys, rule = inputs
         shared: dict[str, Any] = {
             "log_decay": log_decay,
             "initial_state": initial_state,
@@ -87,7 +101,7 @@ class Recurrence(nn.Module):
             "backend": self.backend,
         }
         if preconditioner is None:
-            return *delta_rule(q, k, v, beta, **shared), None
+            return *delta_rule(q, k, v, beta, write_keys=write_keys, **shared), None
         return OPERATORS[rule][1](q, k, v, beta, **preconditioner, **shared)
 
 
@@ -124,6 +138,8 @@ class TokenMixer(nn.Module):
             with keys of that length.
         allow_neg_eigval: whether write strengths reach 2 instead of 1, so that a write can reverse the sign
             of what is stored under its key; the box of the scale then ends at 1 (see `for_strength`).
+        update_rule: another update than the plain delta rule, by its name: "longhorn", "efla", "kaczmarz",
+            "comba", "gdn2" or "product-2"; None is the plain one.
         backend: which implementation of the operators to use.
     """
 
@@ -147,12 +163,14 @@ class TokenMixer(nn.Module):
         beta_bias: float | None = None,
         write_scale: float = 1.0,
         allow_neg_eigval: bool = False,
+        update_rule: str | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         checks.flag("allow_neg_eigval", allow_neg_eigval)
         self.strongest = 2.0 if allow_neg_eigval else 1.0
         self.write_scale = checks.number("write_scale", write_scale, 0)
+        check_update(update_rule, preconditioner)
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         for name in ("hidden_size", "num_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_size"):
             checks.size(name, locals()[name])
@@ -160,14 +178,17 @@ class TokenMixer(nn.Module):
         self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
         if self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads is {num_v_heads}; it must be a multiple of num_heads, {num_heads}")
+        self.update = make_update(update_rule, num_v_heads, head_k_dim, head_v_dim)
+        self.writes = writes = 1 if self.update is None else self.update.writes
+        gates = num_v_heads if self.update is None else self.update.gates
         key_dim, value_dim = num_heads * head_k_dim, self.num_v_heads * head_v_dim
         self.q_proj = nn.Linear(hidden_size, key_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, key_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, value_dim, bias=False)
-        self.b_proj = WriteGate(hidden_size, self.num_v_heads, beta_bias)
+        self.k_proj = nn.Linear(hidden_size, writes * key_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, writes * value_dim, bias=False)
+        self.b_proj = WriteGate(hidden_size, gates, beta_bias)
         self.q_conv1d = ShortConvolution(key_dim, conv_size)
-        self.k_conv1d = ShortConvolution(key_dim, conv_size)
-        self.v_conv1d = ShortConvolution(value_dim, conv_size)
+        self.k_conv1d = ShortConvolution(writes * key_dim, conv_size)
+        self.v_conv1d = ShortConvolution(writes * value_dim, conv_size)
         self.recurrence = Recurrence(backend)
         self.o_norm = GatedRMSNorm(head_v_dim, norm_eps, self.output_gate)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
@@ -209,6 +230,8 @@ class TokenMixer(nn.Module):
             return decoding.step(self, x, state)
         inputs, tails = self.operator_inputs(x, state, cu_seqlens, output_final_state)
         o, recurrent, scale = self.recurrence(inputs, output_final_state)
+        if self.update is not None:
+            o = self.update.outputs(o)
         y = self.o_proj(self.read_out(o, x).flatten(-2))
         if not output_final_state:
             return y, None
@@ -243,8 +266,10 @@ class TokenMixer(nn.Module):
         k, k_tail = self.k_conv1d(self.k_proj(x), k_tail, cu_seqlens, output_tails)
         v, v_tail = self.v_conv1d(self.v_proj(x), v_tail, cu_seqlens, output_tails)
         q = l2_normalize(q.unflatten(-1, (self.num_heads, self.head_k_dim)))  # [B, T, H, K]
-        k = l2_normalize(k.unflatten(-1, (self.num_heads, self.head_k_dim)))
-        v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))  # [B, T, HV, V]
+        k = k.unflatten(-1, (self.writes * self.num_heads, self.head_k_dim))
+        if self.update is None or self.update.unit_keys:
+            k = l2_normalize(k)
+        v = v.unflatten(-1, (self.writes * self.num_v_heads, self.head_v_dim))  # [B, T, HV, V]
         beta = widen(self.b_proj(x)).sigmoid()  # [B, T, HV]
         if self.write_scale * self.strongest != 1:
             beta = self.write_scale * self.strongest * beta
@@ -253,6 +278,8 @@ class TokenMixer(nn.Module):
         if self.preconditioner is not None:
             arguments = self.preconditioner(x, log_decay, scale)
             inputs = inputs._replace(preconditioner=arguments, rule=self.preconditioner.config.rule)
+        if self.update is not None:
+            inputs = self.update(inputs)
         return inputs, [q_tail, k_tail, v_tail]
 
     def _checked(self, state: MixerState, N: int) -> MixerState:
@@ -350,7 +377,7 @@ class GatedDeltaNet(DecayingMixer):
         self.output_gate = GATES[output_gate_activation]
         super().__init__(hidden_size, *args, **kwargs)
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.g_proj = nn.Linear(hidden_size, self.v_proj.out_features, bias=False)
+        self.g_proj = nn.Linear(hidden_size, self.o_proj.in_features, bias=False)
         self._add_decay_parameters(self.num_v_heads)
 
     def log_decay(self, x: Tensor) -> Tensor:
@@ -383,7 +410,7 @@ class KimiDeltaAttention(DecayingMixer):
         self.fuses = decay_lower_bound is None
         rank, value_dim, decays = (
             self.head_v_dim,
-            self.v_proj.out_features,
+            self.o_proj.in_features,
             self.num_v_heads * self.head_k_dim,
         )
         self.f_proj = nn.Sequential(

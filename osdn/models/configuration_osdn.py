@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, TokenMixer
 from osdn.layers.mixers import GATES, check_lower_bound
 from osdn.layers.preconditioner import RULES, check_settings, for_strength
+from osdn.layers.updates import check_update
 from osdn.models.attention import FULL, SLIDING, AttentionConfig
 from osdn.ops import checks
 from osdn.ops.operators import check_backend
@@ -51,6 +52,7 @@ ADDED = {
     "allow_neg_eigval": False,
     "output_gate_activation": None,
     "decay_lower_bound": None,
+    "update_rule": None,
 }  # saved only where they are set: fields that came after version 0.1
 
 
@@ -74,6 +76,8 @@ class OSDNConfig(PreTrainedConfig):
         allow_neg_eigval: whether write strengths reach 2 instead of 1.
         output_gate_activation: of Gated DeltaNet: "swish" (or "silu"), or "sigmoid"; None is "swish".
         decay_lower_bound: of KDA: the logarithm of a decay lies between this and 0; None is no bound.
+        update_rule: another update than the plain delta rule: "longhorn", "efla", "kaczmarz", "comba",
+            "gdn2" or "product-2" (docs/models.md); it has no preconditioner.
         initializer_range: standard deviation that projections, convolutions and embeddings start with.
         max_position_embeddings: the training context, for tools that ask; the model has no positions.
         backend: which implementation of the operators to use.
@@ -109,6 +113,7 @@ class OSDNConfig(PreTrainedConfig):
     allow_neg_eigval: bool = False
     output_gate_activation: str | None = None
     decay_lower_bound: float | None = None
+    update_rule: str | None = None
     initializer_range: float = 0.02
     max_position_embeddings: int = 4096
     attention: dict[str, Any] | None = None
@@ -177,6 +182,7 @@ class OSDNConfig(PreTrainedConfig):
             got = self.output_gate_activation
             raise ValueError(f"output_gate_activation is {got!r}; it must be one of {', '.join(GATES)}")
         check_lower_bound(self.decay_lower_bound)
+        check_update(self.update_rule, self.preconditioner)
         if self.preconditioner is not None:
             settings = for_strength(self.preconditioner, self.strongest)
             check_settings(settings, self.head_k_dim, MIXERS[self.backbone].has_decay)
@@ -280,7 +286,7 @@ class OSDNConfig(PreTrainedConfig):
             "conv_size",
             "norm_eps",
         ]
-        gate = ("beta_bias", "write_scale", "allow_neg_eigval")
+        gate = ("beta_bias", "write_scale", "allow_neg_eigval", "update_rule")
         own = [
             name
             for name in ("output_gate_activation", "decay_lower_bound")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from osdn.layers import TokenMixer
 from osdn.models.attention import FULL, SLIDING, AttentionConfig
 from osdn.models.checkpoints import saved_settings
 from osdn.models.configuration_osdn import OSDNConfig
@@ -165,7 +166,8 @@ def _forward_flops(model: OSDNForCausalLM, config: OSDNConfig) -> int:
     """
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv1d)))
     heads, K, V = config.linear_layers * config.num_v_heads, config.head_k_dim, config.head_v_dim
-    recurrence = heads * (6 * K * V + 8 * K * _block_size(config))
+    writes = next(m.writes for m in model.modules() if isinstance(m, TokenMixer))  # per token
+    recurrence = heads * (writes * 6 * K * V + 8 * K * _block_size(config))
     return 2 * weights + recurrence
 
 

@@ -56,7 +56,7 @@ def identify(
 
 def is_plain(config: PreTrainedConfig) -> bool:
     """Whether nothing was done to the delta rule's writes."""
-    changes = {"preconditioner": None, "beta_bias": None, "write_scale": 1.0}
+    changes = {"preconditioner": None, "beta_bias": None, "write_scale": 1.0, "update_rule": None}
     return all(getattr(config, name, usual) == usual for name, usual in changes.items())
 
 

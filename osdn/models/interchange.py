@@ -273,6 +273,11 @@ def config_to_flash_linear_attention(config: OSDNConfig) -> dict[str, Any]:
             "flash-linear-attention has no online preconditioner but that of PGDN and PKDA; save this model "
             "with save_pretrained, or build it with preconditioner=None first"
         )
+    if config.update_rule is not None:
+        raise ValueError(
+            f"update_rule is {config.update_rule!r}; flash-linear-attention is given plain delta rules only: "
+            "save this model with save_pretrained"
+        )
     if config.beta_bias is not None or config.write_scale != 1:
         raise ValueError(
             f"beta_bias is {config.beta_bias} and write_scale {config.write_scale}; the write gates of "

@@ -20,6 +20,7 @@ from transformers.utils import can_return_tuple
 from osdn.layers.mixers import DecayingMixer, WriteGate
 from osdn.layers.precision import RMSNorm, widen
 from osdn.layers.preconditioner import PGDNPreconditioner, Preconditioner, Retention
+from osdn.layers.updates import Update
 from osdn.models.attention import FULL, SLIDING, Attention, AttentionInputs, attention_inputs
 from osdn.models.cache import DeltaRuleCacheLayer, check_cache
 from osdn.models.configuration_osdn import MIXERS, OSDNConfig
@@ -111,7 +112,7 @@ class OSDNPreTrainedModel(PreTrainedModel):
             init.copy_(module.dt_bias, dt_bias)
         if isinstance(module, WriteGate):
             module.reset_bias()
-        elif isinstance(module, (Preconditioner, Retention)):
+        elif isinstance(module, (Preconditioner, Retention, Update)):
             module.reset_parameters()
 
     @classmethod

@@ -89,9 +89,10 @@ table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabu
 th, td { padding: .28rem .8rem .28rem 0; text-align: right; white-space: nowrap; font-weight: normal;
   border-bottom: 1px solid #eef0f4; }
 td.words, th.words { text-align: left; }
-th:first-child { text-align: left; font-weight: 600; padding-left: .2rem; }
+th:first-child { text-align: left; font-weight: 600; padding-left: .2rem; position: sticky; left: 0;
+  background: #fff; }
 thead th { color: var(--soft); font-weight: 600; border-bottom: 1px solid #c9ced8; vertical-align: bottom; }
-tr.rule:not(:first-child) > * { border-top: 1px solid #c9ced8; }
+tr.rule:not(:first-child) > * { border-top: 2px solid #c9ced8; }  /* wider: else the line above it wins */
 tr.faint > * { color: #6d7582; font-weight: normal; font-style: italic; }
 tr.heading > th { padding-top: .7rem; }
 .good { color: #1c6b3c; } .bad { color: #a32020; font-weight: 600; }
@@ -100,7 +101,7 @@ pre { background: #f6f7f9; padding: .7rem .9rem; border-radius: 4px; overflow-x:
   line-height: 1.4; margin: 0; }
 footer { margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: .8rem; overflow-wrap: anywhere; }
 @media (max-width: 36rem) {
-  th:first-child { white-space: normal; min-width: 5.5rem; max-width: 10rem; overflow-wrap: break-word; }
+  th:first-child { white-space: normal; min-width: 6.2rem; max-width: 10rem; overflow-wrap: break-word; }
 }
 </style>
 </head>

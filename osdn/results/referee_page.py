@@ -36,6 +36,7 @@ def write_referee(path: Path, content: dict[str, Any], command: str = "osdn lab 
         section("What tuning chose", table(tuning_table(content)), table(gate_table(content))),
         section("What the trained writes do", *(table(one) for one in write_tables(content))),
         section("Tasks", table(task_table(content), heading=False)),
+        section("Sizes", table(size_table(content), heading=False)),
     ]
     return write_page(path, "The referee", f"<p>{escape(lead(content))}</p>", body, command)
 
@@ -45,9 +46,9 @@ def lead(content: dict[str, Any]) -> str:
     return (
         f"{len(names)} contestants on {len(baselines(content))} backbones, {len(content['trials'])} tasks, "
         f"{content['layers']} layers of width {content['width']}. Each got its learning rate and the start "
-        f"of its write gate from one grid, on {len(content['tuning_seeds'])} tuning seeds, and was judged on "
-        f"{content['seeds']} others. Differences are to the plain delta rule of the same backbone, tuned in "
-        f"the same way."
+        f"of its write gate from one grid, on {_count(len(content['tuning_seeds']), 'tuning seed')}, and was "
+        f"judged on {content['seeds']} others. Differences are to the plain delta rule of the same backbone, "
+        f"tuned in the same way."
     )
 
 
@@ -94,11 +95,24 @@ def verdicts(content: dict[str, Any]) -> list[str]:
     return found
 
 
+SPELLED_OUT = 6  # differences of one sentence that are given with their intervals
+
+
 def _said(rows: dict[tuple[str, str], dict[str, Any]], cells: Sequence[tuple[str, str]]) -> str:
-    return "; ".join(
-        f"{title(contestant)} on {trial} ({difference_of(rows[trial, contestant]['difference'])})"
-        for trial, contestant in cells
-    )
+    """Contestant by contestant, the tasks and by how much; of many, without the intervals."""
+    found = []
+    for name in dict.fromkeys(contestant for _, contestant in cells):
+        tasks = [trial for trial, contestant in cells if contestant == name]
+        differences = [difference_of(rows[trial, name]["difference"]) for trial in tasks]
+        spelled = [
+            str(d) if len(cells) <= SPELLED_OUT or d is None else f"{d.mean:+.3f}" for d in differences
+        ]
+        found.append(f"{title(name)} on {', '.join(f'{t} ({d})' for t, d in zip(tasks, spelled))}")
+    return "; ".join(found)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def difference_table(content: dict[str, Any], budget: float) -> Table:
@@ -119,7 +133,7 @@ def difference_table(content: dict[str, Any], budget: float) -> Table:
     if budget == 1:
         note = (
             "Values of the plain rules, differences of the others; more is better. ★ and colour: different "
-            "after the correction for all comparisons of one table. A dot: p ≤ 0.05 before it, which chance "
+            "after the correction for all comparisons at one budget. A dot: p ≤ 0.05 before it, which chance "
             f"alone gives in {LEVEL:.0%} of the cells."
         )
     return _matrix(f"After {BUDGETS[budget]} of the budget", content, rows, cell, note)
@@ -134,7 +148,7 @@ def _matrix(
     names = list(dict.fromkeys(row["contestant"] for row in content["rows"]))
     found = [
         Row(
-            f"{title(n)}{' (plain)' * (n in baselines(content))}",
+            f"{_label(n)}{' (plain)' * (n in baselines(content))}",
             [cell(by_cell[n, trial]) for trial in trials],
             rule=n in baselines(content),
         )
@@ -143,12 +157,20 @@ def _matrix(
     return Table(name, trials, found, note)
 
 
+def _label(name: str) -> str:
+    """A name that a narrow column breaks before the plus."""
+    return title(name).replace("+", " +\N{NO-BREAK SPACE}")
+
+
 def tuning_table(content: dict[str, Any]) -> Table:
     def cell(row: dict[str, Any]) -> Cell:
-        bias = "none" if row["beta_bias"] is None else f"{row['beta_bias']:g}"
-        return Cell(f"{row['learning_rate']:g}", f"bias {bias}")
+        bias = "–" if row["beta_bias"] is None else f"{row['beta_bias']:g}"
+        return Cell(f"{row['learning_rate']:g}", bias)
 
-    return _matrix("Learning rate and start of the write gate", content, content["tuned"], cell)
+    note = (
+        "The learning rate, and small beside it where the write gate's bias starts; – is a gate without one."
+    )
+    return _matrix("Learning rate and start of the write gate", content, content["tuned"], cell, note)
 
 
 def gate_table(content: dict[str, Any]) -> Table:
@@ -172,15 +194,24 @@ def write_tables(content: dict[str, Any]) -> list[Table]:
         def cell(row: dict[str, Any], key: str = key) -> Cell:
             return Cell(f"{row[key]:.3f}") if key in row else Cell()
 
-        found.append(_matrix(words, content, content["writes"], cell))
+        lacking = any(key not in row for row in content["writes"])
+        found.append(_matrix(words, content, content["writes"], cell, LACKING[key] if lacking else ""))
     return found
+
+
+LACKING = {
+    "beta": "– is a rule without a single write strength: GDN-2 has a gate per channel.",
+    "key_scale": "– is a rule whose read key is not the key it writes with: Comba and GDN-2.",
+    "q_geo": "– is a rule whose write does not shrink the error it saw: Comba reads before the decay.",
+}
 
 
 def task_table(content: dict[str, Any]) -> Table:
     rows = []
     for trial in content["trials"]:
+        shape = {k: trial[k] for k in ("width", "heads") if k in trial}
         settings = ", ".join(
-            f"{k.replace('_', ' ')} {v}" for k, v in trial["task"].items() if v not in ("", 0)
+            f"{k.replace('_', ' ')} {v}" for k, v in (shape | trial["task"]).items() if v not in ("", 0)
         )
         worth = f"{trial['metric']}, {'less' if trial['lower_is_better'] else 'more'} is better"
         sizes = f"{trial['steps']} × {trial['batch']}"
@@ -188,6 +219,20 @@ def task_table(content: dict[str, Any]) -> Table:
             Row(trial["name"], [Cell(worth), Cell(sizes), Cell(f"{trial['write_scale']:g}"), Cell(settings)])
         )
     return Table("Tasks", ["measured", "steps × batch", "strengths up to", "settings"], rows, left=(0, 3))
+
+
+def size_table(content: dict[str, Any]) -> Table:
+    """Parameters of every contestant, and how many more than the plain rule of its backbone they are."""
+    baseline = {row["contestant"]: row["baseline"] for row in content["rows"]}
+    rows = []
+    for name, count in content["parameters"].items():
+        plain = content["parameters"][baseline[name]]
+        more = "" if name == baseline[name] else f"{100 * (count - plain) / plain:+.1f} %"
+        more = "same" if more and count == plain else more
+        label = f"{_label(name)}{' (plain)' * (not more)}"
+        rows.append(Row(label, [Cell(f"{count:,}"), Cell(more)], rule=not more))
+    note = "With the vocabulary of the first task. All contestants of a backbone have the same matrix state."
+    return Table("Sizes", ["parameters", "more than plain"], rows, note)
 
 
 DOTS = "Filled: all of the budget; hollow: a quarter of it. Lines are 95 % intervals over seeds."

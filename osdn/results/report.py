@@ -4,7 +4,7 @@ Only what has results is shown; `everything` adds the paper's full grid with wha
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from osdn.results import plots
 from osdn.results.columns import DIAGNOSTIC, GENERAL, PG19, TABLES, TRAINING, PaperTable
 from osdn.results.comparison import Comparison, baseline
 from osdn.results.experiments import experiment_table, verdict
+from osdn.results.gate_page import gate_table, gate_verdicts, tasks_of
 from osdn.results.page import figure, section, table, write_page
+from osdn.results.referee_page import difference_table, verdicts
 from osdn.results.scores import Score
 from osdn.results.store import Store, model_key
 from osdn.results.tables import Cell, Row, Table, number
@@ -30,12 +32,24 @@ CLAIMS = (
 )
 
 
+# Of each kind of contest: its title, what was found, and the tables that show it.
+CONTESTS: dict[str, tuple[str, Callable[[Any], list[str]], Callable[[Any], list[Table]]]] = {
+    "referee": ("The referee", verdicts, lambda content: [difference_table(content, 1.0)]),
+    "write-gate": (
+        "The start of the write gate",
+        gate_verdicts,
+        lambda content: [gate_table(content, task, 1.0) for task in tasks_of(content)],
+    ),
+}
+
+
 def write_report(store: Store, path: Path, everything: bool = False) -> Path:
     """Write the page."""
     comparisons = comparing.compare(store)
     body = [_headline(comparisons, store)]
     for spec in TABLES:
         body += _paper_section(spec, comparisons, store, everything)
+    body += _contests(store)
     body += _experiments(store)
     body += [section(f"Operators: {name}", *parts) for name, parts in _operators(store).items()]
     body.append(section("What was read", table(_files(store, path), heading=False), *_unreadable(store)))
@@ -59,6 +73,10 @@ def _headline(comparisons: list[Comparison], store: Store) -> str:
                     f"Lab, {content['experiment']} ({content['description']}), {metric}",
                 )
             )
+    for _, content in store.contests:
+        found += [
+            f"{CONTESTS[content['kind']][0]}: {words}" for words in CONTESTS[content["kind"]][1](content)
+        ]
     if not found:
         found = ["No model can be compared with a baseline of its block yet."]
     return f'<ul class="verdicts">{"".join(f"<li>{escape(words)}</li>" for words in found)}</ul>'
@@ -121,6 +139,17 @@ def _figures(spec: PaperTable, comparisons: list[Comparison], store: Store) -> l
     name = "summary" if spec is GENERAL else "pg19" if spec is PG19 else ""
     found = [comparing.figures(comparison).get(name) for comparison in comparisons] if name else []
     return [one for one in found if one is not None]
+
+
+def _contests(store: Store) -> list[str]:
+    """The main table of every result of the referee, and of the write-gate study."""
+    kinds = [content["kind"] for _, content in store.contests]
+    found = []
+    for folder, content in store.contests:
+        name, _, tables = CONTESTS[content["kind"]]
+        where = f" — {folder}" if kinds.count(content["kind"]) > 1 else ""
+        found.append(section(f"{name}{where}", *(table(one) for one in tables(content))))
+    return found
 
 
 def _experiments(store: Store) -> list[str]:

@@ -73,13 +73,15 @@ def t_test(values: Sequence[float], baseline: Sequence[float]) -> float:
     """The two-sided p-value of Student's paired t-test; NaN where a value is not finite.
 
     The sign-flip test cannot go below 2 / 2^n, which no correction for many comparisons survives with few
-    seeds.  This one can, at the price of assuming that differences are about normal.
+    seeds.  This one can, at the price of assuming that differences are about normal.  Equal differences, as
+    of accuracies that are quotients of small numbers, have no spread to judge by: theirs is the sign-flip
+    test's.
     """
     x = np.asarray(values, float) - np.asarray(baseline, float)
     if not np.isfinite(x).all():
         return math.nan
     if np.ptp(x) == 0:
-        return 1.0 if x[0] == 0 else 0.0
+        return 1.0 if x[0] == 0 else 2.0 ** (1 - len(x))
     t = x.mean() / (x.std(ddof=1) / math.sqrt(len(x)))
     # With t = sqrt(n - 1) tan(a), the density of t becomes that of cos(a)^(n - 2) between -pi/2 and pi/2.
     angles = np.linspace(0, math.pi / 2, 20_001)

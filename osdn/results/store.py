@@ -136,6 +136,7 @@ class Store:
     runs: list[Run] = field(default_factory=list)
     diagnoses: list[tuple[Identity, dict[str, Any]]] = field(default_factory=list)
     experiments: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)  # of the lab
+    contests: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)  # of the referee
     operators: list[dict[str, Any]] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     unreadable: dict[Path, str] = field(default_factory=dict)  # and why
@@ -228,6 +229,8 @@ def _read_file(store: Store, path: Path) -> list[Measurement] | None:
         return readers[kind](store, path, content)
     if kind == "lab":
         store.experiments.append((path.parent, {**content, "rows": _checked_rows(content["rows"])}))
+    elif kind in ("referee", "write-gate"):
+        store.contests.append((path.parent, _checked_contest(content)))
     elif kind == "operators":
         store.operators.append({"device": content.get("gpu") or content["machine"]["cpu"], **content})
     else:
@@ -353,6 +356,28 @@ def _checked_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row[key].strip()
         _number(row["value"]["mean"])
     return rows
+
+
+def _checked_contest(content: dict[str, Any]) -> dict[str, Any]:
+    """A result that has every contestant in every trial after a quarter, half and all of the budget."""
+    rows, trials = content["rows"], [trial["name"] for trial in content["trials"]]
+    if content["kind"] == "write-gate":
+        trials = [f"{trial['group']}, {trial['change']}" for trial in content["trials"]]
+        trials += [row["trial"] for row in content["writes"]]
+    numbers = [content["seeds"], *(row["value"]["mean"] for row in rows)]
+    for row in (row for row in rows if row["difference"] is not None):
+        numbers += [row["difference"][key] for key in ("mean", "low", "high", "seeds", "p_value")]
+        numbers += [row["t_p"], row["adjusted"]]
+    for x in numbers:
+        _number(x)
+    found = {(row["trial"], row["contestant"], row["budget"]) for row in rows}
+    names = dict.fromkeys(row["contestant"] for row in rows)
+    wanted = [(t, n, b) for t in trials for n in names for b in (0.25, 0.5, 1.0)]
+    missing = [cell for cell in wanted if cell not in found]
+    if missing or not wanted:
+        trial, name, budget = (*missing, ("any trial", "no contestant", 1.0))[0]
+        raise ValueError(f"{name} has no result in {trial} after {budget:g} of the budget")
+    return content
 
 
 def _cpu_name() -> str:

@@ -20,7 +20,7 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 
 from osdn.layers import OperatorInputs, TokenMixer
-from osdn.layers.preconditioner import OPERATORS
+from osdn.layers.mixers import write_keys
 from osdn.training.checkpoints import write_text
 
 METRICS = "metrics.jsonl"
@@ -148,6 +148,7 @@ class Diagnostics(TrainerCallback):
 
     A write changes its own residual by the factor 1 - beta * (k · w), whatever the state, so the paper's
     residual ratio f(S_t) / f(S_{t-1}) is that factor squared, and phase 1 is all that has to be run for it.
+    Layers whose update has no such ratio are left out.
     """
 
     def __init__(self, trainer: Any, every: int) -> None:
@@ -159,6 +160,8 @@ class Diagnostics(TrainerCallback):
         if (state.global_step + 1) % self.every == 0:
             mixers = [m for m in self.trainer.model.modules() if isinstance(m, TokenMixer)]
             for layer, mixer in enumerate(mixers):
+                if mixer.update is not None and "q_geo" not in mixer.update.measured:
+                    continue
                 self.hooks.append(mixer.recurrence.register_forward_pre_hook(self._measure(layer)))
 
     def on_step_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
@@ -196,16 +199,11 @@ class Validation(TrainerCallback):
 @torch.no_grad()
 def measure(inputs: OperatorInputs, backend: str = "auto") -> dict[str, float]:
     """The mean residual ratio of a mixer's writes, and where its final scales lie."""
-    k, beta = inputs.k.float(), inputs.beta  # [B, T, H, K], [B, T, HV]
-    write_keys = read_keys = k.repeat_interleave(beta.shape[2] // k.shape[2], 2)  # [B, T, HV, K]
+    inputs = inputs._replace(k=inputs.k.float())
+    written, scale = write_keys(inputs, backend)  # [B, T, HV, K]
+    read = inputs.k.repeat_interleave(written.shape[2] // inputs.k.shape[2], 2)
     result = {}
-    if inputs.preconditioner is not None:
-        phase_1 = OPERATORS[inputs.rule][0]
-        gate = {} if "gain" in inputs.preconditioner else {"beta": beta}
-        write_keys, scale = phase_1(
-            k, **gate, **inputs.preconditioner, cu_seqlens=inputs.cu_seqlens, backend=backend
-        )
-    if inputs.rule == "hypergradient" and inputs.preconditioner is not None:
+    if inputs.rule == "hypergradient" and scale is not None:
         low, median, high = torch.quantile(
             scale.flatten(-2), torch.tensor([0.05, 0.5, 0.95]).to(scale), dim=-1
         )
@@ -214,7 +212,7 @@ def measure(inputs: OperatorInputs, backend: str = "auto") -> dict[str, float]:
             "scale_median": median.mean().item(),
             "scale_high": high.mean().item(),
         }
-    factor = 1 - beta * (write_keys * read_keys).sum(-1)
+    factor = 1 - inputs.beta * (written * read).sum(-1)
     return {"residual_ratio": factor.square().mean().item(), **result}
 
 

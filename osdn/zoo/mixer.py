@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from osdn.zoo.recurrence import DOMAINS, Input
 from osdn.zoo.recurrences import RECURRENCES
 
-CONVOLVED = ("q", "k", "v")
+CONVOLVED = ("q", "k", "v", "k2", "v2")
 
 
 class RecurrentMixer(nn.Module):
@@ -25,6 +25,7 @@ class RecurrentMixer(nn.Module):
         head_k_dim, head_v_dim: K and V of a head; None divides D by the heads.
         num_slots: M, for the rows that keep slots.
         conv_size: how many tokens the short convolutions see.
+        stepwise: whether to call the step function for every token, even where the row has a fast form.
     """
 
     def __init__(
@@ -36,13 +37,14 @@ class RecurrentMixer(nn.Module):
         head_v_dim: int | None = None,
         num_slots: int = 64,
         conv_size: int = 4,
+        stepwise: bool = False,
     ) -> None:
         super().__init__()
         if name not in RECURRENCES:
             raise ValueError(f"there is no row {name!r}; the rows are {', '.join(RECURRENCES)}")
         K, V = head_k_dim or hidden_size // num_heads, head_v_dim or hidden_size // num_heads
         self.recurrence = RECURRENCES[name]
-        self.num_heads = num_heads
+        self.num_heads, self.stepwise = num_heads, stepwise
         self.sizes = {"K": K, "V": V, "M": num_slots}
         widths = {x: num_heads * self._width(spec) for x, spec in self.recurrence.inputs.items()}
         self.projections = nn.ModuleDict(
@@ -69,7 +71,7 @@ class RecurrentMixer(nn.Module):
         weights = {
             name: DOMAINS[spec.domain](self.weights[name]) for name, spec in self.recurrence.weights.items()
         }
-        o, _ = self.recurrence.scan(inputs, weights)  # [B, H, T, V]
+        o, _ = self.recurrence.scan(inputs, weights, stepwise=self.stepwise)  # [B, H, T, V]
         return self.o_proj(self.norm(o).transpose(1, 2).flatten(2))
 
     @property

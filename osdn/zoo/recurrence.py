@@ -2,7 +2,8 @@
 
 A step function takes its state tensors first, then its inputs and weights by name, and returns the new state
 followed by the output.  Everything else here, the initial state, the state's size, the loop over tokens, the
-values an input may take, follows from the axes written beside each name.
+values an input may take, follows from the axes written beside each name.  A row that is a delta rule in other
+words also has a fast form, one call of the operator for all tokens (`osdn.zoo.fast`).
 """
 
 import inspect
@@ -52,10 +53,11 @@ class Recurrence:
     update: str
     readout: str
     state: Mapping[str, str]  # name -> axes
-    inputs: Mapping[str, Input]  # one value a token
-    weights: Mapping[str, Input]  # one value a head
+    inputs: Mapping[str, Input]  # one value per token
+    weights: Mapping[str, Input]  # one value per head
     function: Callable[..., tuple[Tensor, ...]]
     note: str
+    fast: Callable[..., tuple[Tensor, ...]] | None = None
 
     def initial_state(self, *batch: int, K: int, V: int, M: int, like: Tensor | None = None) -> State:
         """Zeros of shape `[*batch, axes]`, and ones for the scale of the online-scaled rows."""
@@ -73,8 +75,12 @@ class Recurrence:
         inputs: Mapping[str, Tensor],
         weights: Mapping[str, Tensor] | None = None,
         state: State | None = None,
+        stepwise: bool = False,
     ) -> tuple[Tensor, State]:
         """All tokens.  Inputs are `[*batch, T, axes]`, weights broadcast over the batch.
+
+        A row with a fast form takes it; `stepwise` calls the step function for every token instead, which is
+        slow, and differentiable as often as one likes.
 
         Returns the outputs `[*batch, T, V]` and the last state, from which another scan continues.
         """
@@ -85,12 +91,35 @@ class Recurrence:
         if state is None:
             sizes = self._sizes(inputs, weights)
             state = self.initial_state(*v.shape[:-2], **sizes, like=v)
+        if self.fast is not None and not stepwise:
+            return self._scan_at_once(inputs, weights, state)
         outputs = []
         for t in range(v.shape[-2]):
             token = {name: x.select(-2, t) for name, x in inputs.items()}
             state, o = self.step(state, {**token, **weights})
             outputs.append(o)
         return torch.stack(outputs, -2) if outputs else torch.zeros_like(v), state
+
+    def _scan_at_once(
+        self, inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor], state: State
+    ) -> tuple[Tensor, State]:
+        """The fast form, in the operators' layout: the last of the batch's dimensions are the heads."""
+        assert self.fast is not None
+        *batch, T, V = inputs["v"].shape
+        B, H = torch.Size(batch[:-1]).numel(), batch[-1] if batch else 1
+        transposed = self.state["S"] == "VK"
+        given = {name: x.reshape(B, H, T, x.shape[-1]).transpose(1, 2) for name, x in inputs.items()}
+        for name, x in weights.items():
+            given[name] = x.expand(*batch, x.shape[-1]).reshape(B, 1, H, x.shape[-1])
+        for name, x in state.items():
+            x = x.mT if name == "S" and transposed else x
+            given[name] = x.reshape(B, H, *x.shape[len(batch) :])
+        *last, o = self.fast(**given)
+        found = {}
+        for name, x in zip(self.state, last):
+            x = x.mT if name == "S" and transposed else x
+            found[name] = x.reshape(*batch, *x.shape[2:])
+        return o.transpose(1, 2).reshape(*batch, T, V), found
 
     def state_size(self, K: int, V: int, M: int) -> int:
         """How many numbers a head carries from one token to the next."""

@@ -1,16 +1,18 @@
 """The paper's two taxonomy tables as running code: one step function of a few lines for every row.
 
-The functions follow the tables' notation: S is `[V, K]` and is read by S q, except in KDA and its
-online-scaled form, where S is `[K, V]`; a state of slots is `[K, M]` or `[V, M]`.  All of them broadcast over
-leading dimensions.  `RECURRENCES` maps a name to its row; where a row as printed is not the model it cites,
-the row here is the cited model and its `note` says what differs.
+Five more rows are rivals of the paper's rule that its tables leave out.  The functions follow the tables'
+notation: S is `[V, K]` and is read by S q, except in KDA, its online-scaled form and Gated DeltaNet-2, where
+S is `[K, V]`; a state of slots is `[K, M]` or `[V, M]`.  All of them broadcast over leading dimensions.
+`RECURRENCES` maps a name to its row; where a row as printed is not the model it cites, the row here is the
+cited model and its `note` says what differs.
 """
 
 from collections.abc import Callable
 
 import torch.nn.functional as F
-from torch import Tensor, linalg
+from torch import Tensor, expm1, linalg
 
+from osdn.zoo import fast as at_once
 from osdn.zoo.recurrence import Input, Recurrence
 
 Tensors = tuple[Tensor, ...]  # the new state, then the output
@@ -38,12 +40,13 @@ def row(
     inputs: dict[str, Input] = QKV,
     weights: dict[str, Input] | None = None,
     note: str = "",
+    fast: Callable[..., Tensors] | None = None,
 ) -> Callable[[Callable[..., Tensors]], Callable[..., Tensors]]:
     """Register the decorated step function as a row of the table."""
 
     def register(function: Callable[..., Tensors]) -> Callable[..., Tensors]:
         RECURRENCES[name] = Recurrence(
-            name, title, citation, update, readout, state, inputs, weights or {}, function, note
+            name, title, citation, update, readout, state, inputs, weights or {}, function, note, fast
         )
         return function
 
@@ -300,6 +303,7 @@ def next_scale(d: Tensor, k: Tensor, beta: Tensor, retention: Tensor | float = 1
     "Schlag et al., 2021, arXiv:2102.11174; Yang et al., 2024, arXiv:2406.06484",
     r"S_t = S_{t-1}(I - \beta_t k_t k_t^\top) + \beta_t v_t k_t^\top",
     inputs=DELTA,
+    fast=at_once.delta_net,
 )
 def delta_net(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensors:
     S = S + outer(beta * (v - read(S, k)), k)
@@ -313,6 +317,7 @@ def delta_net(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tenso
     r"S_t = S_{t-1}(I - \beta_t k_t \tilde{k}_t^\top) + \beta_t v_t \tilde{k}_t^\top",
     state=SCALED,
     inputs=DELTA,
+    fast=at_once.osdn,
 )
 def osdn(S: Tensor, d: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensors:
     S = S + outer(beta * (v - read(S, k)), d * k)
@@ -326,6 +331,7 @@ def osdn(S: Tensor, d: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) ->
     r"S_t\ \text{as OSDN},\ d_{t+1} = r_t \odot d_t - \eta\,\nabla_d h_t",
     state=SCALED,
     inputs={**DELTA, "r": Input("1", "retention")},
+    fast=at_once.osdn,
 )
 def osdn_apf(S: Tensor, d: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, r: Tensor) -> Tensors:
     S = S + outer(beta * (v - read(S, k)), d * k)
@@ -338,6 +344,7 @@ def osdn_apf(S: Tensor, d: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor
     "Yang et al., 2024, arXiv:2412.06464",
     r"S_t = S_{t-1}(\alpha_t (I - \beta_t k_t k_t^\top)) + \beta_t v_t k_t^\top",
     inputs={**DELTA, "alpha": Input("1", "decay")},
+    fast=at_once.gdn,
 )
 def gdn(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> Tensors:
     S = alpha[..., None] * S
@@ -352,6 +359,7 @@ def gdn(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor)
     r"S_t = S_{t-1}(\alpha_t (I - \beta_t k_t \tilde{k}_t^\top)) + \beta_t v_t \tilde{k}_t^\top",
     state=SCALED,
     inputs={**DELTA, "alpha": Input("1", "decay")},
+    fast=at_once.osdn,
 )
 def osgdn(S: Tensor, d: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> Tensors:
     S = alpha[..., None] * S
@@ -367,6 +375,7 @@ def osgdn(S: Tensor, d: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, a
     r"S_t^\top q_t",
     state={"S": "KV"},
     inputs={**DELTA, "alpha": Input("K", "decay")},
+    fast=at_once.gdn,
 )
 def kda(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> Tensors:
     S = alpha[..., None] * S
@@ -383,6 +392,7 @@ def kda(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor)
     r"S_t^\top q_t",
     state={"S": "KV", "d": "K"},
     inputs={**DELTA, "alpha": Input("K", "decay")},
+    fast=at_once.osdn,
 )
 def oskda(S: Tensor, d: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> Tensors:
     S = alpha[..., None] * S
@@ -401,6 +411,7 @@ def oskda(S: Tensor, d: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, a
     inputs={**QKV, "beta": Input("V", "positive")},
     note="The table drops the proximal term, without which the minimiser is not unique and does not depend "
     "on the past.  The cited layer then keeps the diagonal of the closed form only; this is the closed form.",
+    fast=at_once.longhorn,
 )
 def longhorn(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensors:
     step = beta / (1 + beta * dot(k, k))  # Sherman-Morrison
@@ -426,3 +437,116 @@ def mesa_net(
     G = gamma[..., None] * G + outer(beta * v, k)
     H = gamma[..., None] * H + outer(beta * k, k)
     return G, H, read(G, linalg.solve(H + Lambda.diag_embed(), q))
+
+
+# ------------------------------------------------------------------------------------------------- rivals
+
+REAL = {**QKV, "beta": Input("1", "gate")}  # keys keep their length
+
+
+@row(
+    "efla",
+    "EFLA",
+    "Lei et al., 2025, arXiv:2512.12602",
+    r"S_t = S_{t-1}(I - \beta'_t k_t k_t^\top) + \beta'_t v_t k_t^\top,\ "
+    r"\beta'_t = (1 - e^{-\beta_t \|k_t\|^2}) / \|k_t\|^2",
+    inputs=REAL,
+    note="Not in the paper's tables.  The delta rule as a differential equation, solved over a time β.",
+    fast=at_once.efla,
+)
+def efla(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensors:
+    n = dot(k, k)
+    S = S + outer(-expm1(-beta * n) / n * (v - read(S, k)), k)
+    return S, read(S, q)
+
+
+@row(
+    "kaczmarz",
+    "Kaczmarz Linear Attention",
+    "Zou et al., 2026, arXiv:2605.08587",
+    r"S_t = S_{t-1}(\alpha_t (I - \beta'_t k_t k_t^\top)) + \beta'_t v_t k_t^\top,\ "
+    r"\beta'_t = \beta_t / (\|k_t\|^2 + \epsilon)",
+    inputs={**REAL, "alpha": Input("1", "decay")},
+    note="Not in the paper's tables.",
+    fast=at_once.kaczmarz,
+)
+def kaczmarz(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> Tensors:
+    S = alpha[..., None] * S
+    S = S + outer(beta / (dot(k, k) + EPS) * (v - read(S, k)), k)
+    return S, read(S, q)
+
+
+@row(
+    "comba",
+    "Comba",
+    "Hu et al., 2025, arXiv:2506.02475",
+    r"S_t = S_{t-1}(\alpha_t I - b \beta_t k_t k_t^\top) + \beta_t v_t k_t^\top",
+    r"S_t (q_t - d k_t)",
+    inputs={**DELTA, "alpha": Input("1", "decay")},
+    weights={"b": Input("1", "gate"), "D": Input("1")},
+    note="Not in the paper's tables.  The weight d is named D here.",
+    fast=at_once.comba,
+)
+def comba(
+    S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor, b: Tensor, D: Tensor
+) -> Tensors:
+    error = v - b * read(S, k)  # of the state before its decay
+    S = alpha[..., None] * S + outer(beta * error, k)
+    return S, read(S, q - D * k)
+
+
+@row(
+    "gdn2",
+    "Gated DeltaNet-2",
+    "Hatamizadeh et al., 2026, arXiv:2605.22791",
+    r"S_t = (I - k_t (b_t \odot k_t)^\top) \operatorname{Diag}(\alpha_t) S_{t-1} + k_t (w_t \odot v_t)^\top",
+    r"S_t^\top q_t",
+    state={"S": "KV"},
+    inputs={
+        "q": Input("K", "unit"),
+        "k": Input("K", "unit"),
+        "v": VALUE,
+        "b": Input("K", "gate"),
+        "w": Input("V", "gate"),
+        "alpha": Input("K", "decay"),
+    },
+    note="Not in the paper's tables.",
+    fast=at_once.gdn2,
+)
+def gdn2(S: Tensor, q: Tensor, k: Tensor, v: Tensor, b: Tensor, w: Tensor, alpha: Tensor) -> Tensors:
+    S = alpha[..., None] * S
+    S = S + outer(k, w * v - read(S.mT, b * k))
+    return S, read(S.mT, q)
+
+
+@row(
+    "delta_product",
+    "Gated DeltaProduct, two writes",
+    "Siems et al., 2025, arXiv:2502.10297",
+    r"S_t = S_{t-1} \alpha_t \prod_{j=1}^{2} (I - \beta_{t,j} k_{t,j} k_{t,j}^\top) + \dots",
+    inputs={
+        **DELTA,
+        "k2": Input("K", "unit"),
+        "v2": VALUE,
+        "beta2": Input("1", "gate"),
+        "alpha": Input("1", "decay"),
+    },
+    note="Not in the paper's tables.  Two writes per token, each with a key, a value and a gate of its own; "
+    "the state decays before the first.",
+    fast=at_once.delta_product,
+)
+def delta_product(
+    S: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    k2: Tensor,
+    v2: Tensor,
+    beta2: Tensor,
+    alpha: Tensor,
+) -> Tensors:
+    S = alpha[..., None] * S
+    S = S + outer(beta * (v - read(S, k)), k)
+    S = S + outer(beta2 * (v2 - read(S, k2)), k2)
+    return S, read(S, q)

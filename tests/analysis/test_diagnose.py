@@ -12,7 +12,7 @@ from osdn import OSDNForCausalLM
 from osdn.analysis.capture import capture
 from osdn.analysis.diagnose import BINS, diagnose
 from osdn.analysis.prompts import Prompt, encode, file_prompts, find_second_reading, select, task_texts
-from osdn.analysis.residuals import residuals, scale_trajectory
+from osdn.analysis.residuals import FLOOR, residuals, scale_trajectory
 from osdn.cli import app
 from osdn.models import save_flash_linear_attention
 from osdn.models.identity import block, identify
@@ -80,6 +80,20 @@ def test_the_scale_and_where_the_box_binds(variant, wall):
         assert scale["range"][i] == pytest.approx((float(d.min()), float(d.max())))
         assert scale["mean"][i][0] == pytest.approx(float(d[:4].mean()), rel=1e-6)  # 64 tokens, 20 bins
     assert diagnose(make("kda"), read)["scale"] is None
+
+
+@pytest.mark.parametrize(
+    ("variant", "rule"), [("osgdn-newton", "newton"), ("pkda", "pgdn"), ("efla", "efla")]
+)
+def test_other_rules_are_diagnosed_without_the_columns_of_a_scale(variant, rule):
+    model, read = make(variant), prompts(31, 44)
+    result = diagnose(model, read)
+    assert result["rule"] == rule
+    assert result["scale"] is None
+    measured = [residuals(c) for p in read for c in capture(model, input_ids=p.ids[None])]
+    q = torch.cat([r.q[~r.negligible] for r in measured]).clamp_min(FLOOR)
+    assert result["all"]["q_geo"]["value"] == pytest.approx(plain_geometric_mean(q), rel=1e-4)
+    assert result["agreement"]["largest_difference"] < 1e-5
 
 
 @pytest.mark.parametrize("make_model", [qwen3_next, kimi_linear])
@@ -178,19 +192,21 @@ def checkpoints(tmp_path_factory):
     """A model of ours and one in flash-linear-attention's format, each with a tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoints")
     make("osdn-apf", vocab_size=300).save_pretrained(folder / "ours")
+    make("osdn-newton", vocab_size=300).save_pretrained(folder / "newton")
     save_flash_linear_attention(make("gdn", vocab_size=300), folder / "fla")
-    for name in ("ours", "fla"):
+    for name in ("ours", "newton", "fla"):
         byte_tokenizer().save_pretrained(folder / name)
     return folder
 
 
 def test_the_command_writes_its_result_and_figures(checkpoints, tmp_path):
-    for name in ("ours", "fla"):
+    for name in ("ours", "newton", "fla"):
         out = tmp_path / name
         options = ["--count", "2", "--length", "90", "--output", str(out)]
         done = CliRunner().invoke(app, ["diagnose", str(checkpoints / name), *options])
         assert done.exit_code == 0, done.output
         assert "q_geo" in done.output
+        assert ("the rule of this model is newton, which keeps no scale" in done.output) == (name == "newton")
         result = json.loads((out / "diagnosis.json").read_text())
         assert result["tasks"]["topics_twice"]["prompts"] == 2
         assert result["all"]["boundary"] == 0.5

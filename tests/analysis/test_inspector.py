@@ -53,8 +53,9 @@ def test_the_page_holds_the_measurements(shown):
     assert data["second"] == 150
 
 
-def test_a_model_without_scale_has_none():
-    data = inspect_prompt(make("kda"), Prompt("p", tokens(5)), list("abcde"), "kda")
+@pytest.mark.parametrize("variant", ["kda", "osdn-newton", "pkda"])
+def test_a_model_without_scale_has_none(variant):
+    data = inspect_prompt(make(variant), Prompt("p", tokens(5)), list("abcde"), variant)
     assert data["scale"] is None
     assert data["heads"] == 3
 

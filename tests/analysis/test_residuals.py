@@ -1,5 +1,7 @@
 """The residual ratio against a loop over states in float64, and against its closed form on trained models."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,8 +10,9 @@ from osdn.analysis.capture import capture
 from osdn.analysis.residuals import residuals, scale_trajectory
 from osdn.analysis.theory.runs import Problem
 from tests.analysis.models import kimi_linear, qwen3_next, trained
-from tests.models.variants import ONLINE_SCALING, make, tokens
+from tests.models.variants import ONLINE_SCALING, VARIANTS, make, tokens
 
+OTHER_RULES = [name for name in VARIANTS if name not in (*ONLINE_SCALING, "comba", "delta product")]
 THREE_BACKBONES = ["delta_net", "osdn-apf", "gdn", "osgdn-apf", "kda", "oskda"]
 
 
@@ -40,9 +43,80 @@ def loop(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return torch.stack(before, 1), torch.stack(after, 1), torch.stack(scales, 1)
 
 
-@pytest.mark.parametrize("variant", ["osdn-newton", "pkda"])
-def test_other_rules_than_online_scaling_are_refused_by_name(variant):
-    with pytest.raises(ValueError, match="this measures online scaling; the rule of this layer is"):
+def written(inputs):
+    """The write keys of Newton's method and of PGDN by their definitions, [B, T, HV, K] in float64."""
+    if inputs.preconditioner is None:
+        return inputs.k if inputs.write_keys is None else inputs.write_keys
+    settings = inputs.preconditioner
+    k = inputs.k.repeat_interleave(inputs.beta.shape[2] // inputs.k.shape[2], 2)
+    B, T, HV, K = k.shape
+    keys, r = torch.zeros_like(k), settings["retention"]
+    b = settings.get("block_size", 1)
+    block = torch.block_diag(*[torch.ones(b, b)] * (K // b)).double()
+    for n, h in product(range(B), range(HV)):
+        P = settings.get("prior", 0) * torch.eye(K).double()
+        gram = torch.zeros(K).double()
+        for t in range(T):
+            k_t, r_t = k[n, t, h], torch.ones(1) if r is None else r[n, t, h].flatten()
+            r_t = r_t.repeat_interleave(K // len(r_t)).double()
+            if inputs.rule == "newton":
+                y, beta = P @ k_t, inputs.beta[n, t, h]
+                size = 1 + beta * k_t @ y
+                keys[n, t, h] = y / size
+                P = P - beta / size * block * torch.outer(y, y)
+                P = r_t[:, None] * P + torch.diag(1 - r_t) * settings["prior"]
+            else:
+                gram = r_t * gram + settings["gain"][n, t, h] * k_t**2
+                z = (gram + settings["eps"]).log() - settings["center"][h]
+                keys[n, t, h] = settings["squash"] ** (-z / (1 + z.abs())) * k_t
+    return keys
+
+
+@pytest.mark.parametrize("variant", OTHER_RULES)
+def test_ratios_of_other_rules_are_those_of_their_definitions(variant):
+    """The states of every token, the write keys and the losses, by loops in float64."""
+    model, seen = make(variant), []
+    for block in model.model.layers:
+        block.attn.recurrence.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    for layer, inputs in zip(capture(model, input_ids=tokens(2, 13)), seen):
+        settings = {x: _double(a) for x, a in (inputs.preconditioner or {}).items()}
+        inputs = inputs._replace(**{x: _double(getattr(inputs, x)) for x in inputs._fields})
+        inputs = inputs._replace(preconditioner=settings or None)
+        v, log_decay, w = inputs.v, inputs.log_decay, written(inputs)
+        k, w = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (inputs.k, w))
+        S, before, after = torch.zeros(*v.shape[:1], *k.shape[2:], v.shape[3]).double(), [], []
+        for t in range(v.shape[1]):
+            if log_decay is not None:
+                S = per_channel(log_decay[:, t]).exp()[..., None] * S
+            error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+            S = S + torch.einsum("bhk,bhv->bhkv", w[:, t], inputs.beta[:, t, :, None] * error)
+            left = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+            before.append(error.square().sum(-1) / 2)
+            after.append(left.square().sum(-1) / 2)
+        before, after, measured = torch.stack(before, 1), torch.stack(after, 1), residuals(layer)
+        assert torch.allclose(measured.before.double(), before, rtol=1e-4, atol=1e-9)
+        assert torch.allclose(measured.after.double(), after, rtol=1e-3, atol=1e-8)
+        known = ~measured.negligible
+        assert torch.allclose(measured.q.double()[known], (after / before)[known], atol=1e-5)
+        assert measured.disagreement.max() < 1e-5
+        _, settings, shape = VARIANTS[variant]
+        assert layer.rule == (settings["rule"] if settings else shape["update_rule"])
+        assert not layer.scaled
+        if layer.problem.write_keys is not None:
+            with pytest.raises(ValueError, match="this layer has no scale"):
+                scale_trajectory(layer)
+
+
+def _double(x):
+    return x.double() if isinstance(x, Tensor) else x
+
+
+@pytest.mark.parametrize(
+    ("variant", "why"),
+    [("comba", "Comba has no residual ratio"), ("delta product", "writes 2 times per token")],
+)
+def test_updates_without_a_ratio_per_token_are_refused_with_the_reason(variant, why):
+    with pytest.raises(ValueError, match=why):
         capture(make(variant), input_ids=tokens(1, 5))
 
 

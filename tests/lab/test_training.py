@@ -42,6 +42,52 @@ def test_variants_of_a_backbone_start_from_the_same_weights(name):
     assert not torch.equal(mine["lm_head.weight"], other["lm_head.weight"])
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("delta_net+longhorn", ()),
+        ("delta_net+product-2", ("k_proj", "v_proj", "b_proj", "k_conv1d", "v_conv1d")),
+        ("gdn+comba", ("update",)),
+        ("kda+gdn2", ("b_proj",)),
+    ],
+)
+def test_other_updates_start_from_the_weights_of_the_same_shape(name, other):
+    base = name.partition("+")[0]
+    plain, mine = build(small(base)).state_dict(), build(small(name)).state_dict()
+    different = {key for key in mine if key not in plain or not torch.equal(mine[key], plain[key])}
+    assert {key.split(".attn.")[-1].split(".")[0] for key in different} == set(other)
+    assert baseline_of(Variant(name), [Variant("osdn"), Variant("delta_net"), Variant(base)]) == Variant(base)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("delta_net+efla", {"beta", "key_scale", "decay", "q_geo"}),
+        ("gdn+kaczmarz", {"beta", "key_scale", "decay", "q_geo"}),
+        ("delta_net+product-2", {"beta", "key_scale", "decay", "q_geo"}),
+        ("gdn+comba", {"beta", "decay"}),
+        ("kda+gdn2", {"decay", "q_geo"}),
+    ],
+)
+def test_other_updates_train_and_report_what_they_have(name, known):
+    run = replace(small(name, budgets=(0.5, 1.0)), variant=Variant(name, beta_bias=-2.0, write_scale=2.0))
+    found = execute(run)
+    assert set(found["writes"][0]) == known
+    assert known - {"q_geo"} <= set(found["budgets"][0])
+    assert ("q_geo" in found) == ("q_geo" in known)
+    assert all(0 < row[x] < 2 for row in found["writes"] for x in known)
+
+
+def test_the_strength_of_a_key_that_keeps_its_length_is_that_of_a_unit_key():
+    model = build(small("delta_net+kaczmarz")).eval()
+    inputs, _ = TASK.sample(3, torch.Generator().manual_seed(1))
+    mixer, gates = model.model.layers[0].attn, []
+    mixer.k_proj.weight.data *= 100  # beside such keys the 1e-6 of the step is nothing
+    with mixer.b_proj.register_forward_hook(lambda _, args, z: gates.append(z.sigmoid().mean().item())):
+        found = write_statistics(model, inputs)
+    assert found["writes"][0]["beta"] == pytest.approx(gates[0], rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["delta_net", "osgdn-apf", "osdn-apf+d0", "osdn-apf-hybrid+d0"])
 def test_same_seed_same_numbers(name):
     assert execute(small(name)) == execute(small(name))

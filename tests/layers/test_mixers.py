@@ -15,6 +15,7 @@ from osdn.layers import (
     PreconditionerConfig,
 )
 from osdn.layers.preconditioner import OPERATORS
+from osdn.layers.updates import Comba, DeltaProduct, GatedDeltaNet2, StepOfLength
 
 SHAPE = {"hidden_size": 20, "num_heads": 2, "head_k_dim": 6, "head_v_dim": 10}
 STRONG = {"eta": 2.0}  # so that the scale reaches its bounds within a few tokens
@@ -39,6 +40,16 @@ LAYERS = [
     (KimiDeltaAttention, {"rule": "newton", "block_size": 3, "retention": "tied"}, {}),
     (DeltaNet, {"rule": "pgdn"}, {"write_scale": 0.5}),
     (GatedDeltaNet, {"rule": "pgdn", "squash": 2.0}, {"num_v_heads": 4, "beta_bias": 0.5}),
+    (DeltaNet, None, {"update_rule": "longhorn"}),
+    (GatedDeltaNet, None, {"update_rule": "efla", "num_v_heads": 4}),
+    (GatedDeltaNet, None, {"update_rule": "kaczmarz", "write_scale": 2.0}),
+    (DeltaNet, None, {"update_rule": "comba"}),
+    (GatedDeltaNet, None, {"update_rule": "comba", "num_v_heads": 4, "beta_bias": -1.0}),
+    (KimiDeltaAttention, None, {"update_rule": "comba"}),
+    (GatedDeltaNet, None, {"update_rule": "gdn2", "num_v_heads": 4, "write_scale": 2.0}),
+    (KimiDeltaAttention, None, {"update_rule": "gdn2", "beta_bias": -1.0}),
+    (GatedDeltaNet, None, {"update_rule": "product-2", "num_v_heads": 4}),
+    (KimiDeltaAttention, None, {"update_rule": "product-3", "beta_bias": -1.0}),
 ]
 layers = pytest.mark.parametrize(("layer", "preconditioner", "shape"), LAYERS)
 
@@ -58,7 +69,8 @@ def by_hand(mixer, x):
     H, HV, K, V = mixer.num_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
     q, k, v = (by_hand_convolution(x @ p[f"{n}_proj.weight"].T, p[f"{n}_conv1d.weight"]) for n in "qkv")
     settings = mixer.preconditioner.config if mixer.preconditioner else None
-    gate_bias = p.get("b_proj.bias", torch.zeros(HV))
+    gate_bias = p.get("b_proj.bias", torch.zeros(()))
+    update = UPDATES[type(mixer.update)] if mixer.update else None
     outputs = torch.zeros(*x.shape[:2], HV, V, dtype=x.dtype)
     for b in range(x.shape[0]):
         for h in range(HV):
@@ -70,6 +82,12 @@ def by_hand(mixer, x):
                 d = d.clamp(*settings.bounds) if settings.initial_scale == "projected" else d
             for t in range(x.shape[1]):
                 x_t = x[b, t]
+                if update:
+                    gates = mixer.write_scale * (p["b_proj.weight"] @ x_t + gate_bias).sigmoid()
+                    decay = by_hand_decay(mixer, p, x_t, h)
+                    S, o = update(mixer, p, S, decay[:, None], q[b, t], k[b, t], v[b, t], gates, h)
+                    outputs[b, t, h] = o / (o.square().mean() + 1e-6).sqrt() * p["o_norm.weight"]
+                    continue
                 q_t, k_t = (z[b, t, key_head * K : (key_head + 1) * K] for z in (q, k))
                 q_t, k_t = (z / (z.square().sum() + 1e-6).sqrt() for z in (q_t, k_t))
                 beta = mixer.write_scale * (p["b_proj.weight"] @ x_t + gate_bias)[h].sigmoid()
@@ -92,6 +110,60 @@ def by_hand(mixer, x):
     if isinstance(mixer, KimiDeltaAttention):
         flat = flat * (x @ p["g_proj.0.weight"].T @ p["g_proj.1.weight"].T + p["g_proj.1.bias"]).sigmoid()
     return flat @ p["o_proj.weight"].T
+
+
+def head(x, i, size):
+    return x[i * size : (i + 1) * size]
+
+
+def unit(x):
+    return x / (x.square().sum() + 1e-6).sqrt()
+
+
+def by_hand_step(mixer, p, S, decay, q, k, v, gates, h):
+    K, V, key_head = mixer.head_k_dim, mixer.head_v_dim, h // (mixer.num_v_heads // mixer.num_heads)
+    k_t, beta, S = head(k, key_head, K), gates[h], decay * S
+    n = k_t @ k_t
+    step = {
+        "longhorn_step": lambda: 1 / (1 / beta + n),
+        "efla_step": lambda: (1 - (-beta * n).exp()) / n,
+        "kaczmarz_step": lambda: beta / (n + 1e-6),
+    }[mixer.update.step.__name__]()
+    S = S + step * torch.outer(k_t, head(v, h, V) - S.T @ k_t)
+    return S, K**-0.5 * S.T @ unit(head(q, key_head, K))
+
+
+def by_hand_comba(mixer, p, S, decay, q, k, v, gates, h):
+    K, V, key_head = mixer.head_k_dim, mixer.head_v_dim, h // (mixer.num_v_heads // mixer.num_heads)
+    q_t, k_t = unit(head(q, key_head, K)), unit(head(k, key_head, K))
+    error = head(v, h, V) - p["update.feedback"][h].sigmoid() * S.T @ k_t
+    S = decay * S + gates[h] * torch.outer(k_t, error)
+    return S, K**-0.5 * S.T @ (q_t - p["update.correction"][h] * k_t)
+
+
+def by_hand_gdn2(mixer, p, S, decay, q, k, v, gates, h):
+    K, V, key_head = mixer.head_k_dim, mixer.head_v_dim, h // (mixer.num_v_heads // mixer.num_heads)
+    k_t, S = unit(head(k, key_head, K)), decay * S
+    erase, write = head(gates, h, K), head(gates[mixer.num_v_heads * K :], h, V)
+    S = S - torch.outer(k_t, erase * k_t) @ S + torch.outer(k_t, write * head(v, h, V))
+    return S, K**-0.5 * S.T @ unit(head(q, key_head, K))
+
+
+def by_hand_product(mixer, p, S, decay, q, k, v, gates, h):
+    H, HV, K, V = mixer.num_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
+    S, key_head = decay * S, h // (HV // H)
+    for i in range(mixer.update.writes):
+        k_t, beta = unit(head(k, i * H + key_head, K)), gates[i * HV + h]
+        S = S + beta * torch.outer(k_t, head(v, i * HV + h, V) - S.T @ k_t)
+    return S, K**-0.5 * S.T @ unit(head(q, key_head, K))
+
+
+UPDATES = {
+    StepOfLength: by_hand_step,
+    Comba: by_hand_comba,
+    GatedDeltaNet2: by_hand_gdn2,
+    DeltaProduct: by_hand_product,
+}
 
 
 def by_hand_newton(settings, p, key_head, K):
@@ -353,10 +425,11 @@ def test_operator_inputs_are_what_the_recurrence_is_called_with(layer, precondit
     assert inputs.rule == seen[0].rule
     torch.testing.assert_close(inputs[:-1], seen[0][:-1], rtol=0, atol=0)
     torch.testing.assert_close(tuple(after), (recurrent, scale, *tails), rtol=0, atol=0)
+    o = o[:, mixer.writes - 1 :: mixer.writes]
     torch.testing.assert_close(y, mixer.o_proj(mixer.read_out(o, x).flatten(-2)), rtol=0, atol=0)
     assert (inputs.preconditioner is None) == (preconditioner is None)
     assert inputs.initial_state is state.recurrent
-    assert inputs.cu_seqlens is cuts
+    assert inputs.cu_seqlens is cuts or torch.equal(inputs.cu_seqlens, mixer.writes * cuts)
     if preconditioner is not None:
         name = {"newton": "initial_covariance", "pgdn": "initial_gram"}.get(inputs.rule, "initial_scale")
         assert inputs.preconditioner[name] is state.scale

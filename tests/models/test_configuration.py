@@ -45,6 +45,9 @@ FAMILIES = {
         ({"preconditioner": {"decay": 0.9}}, "no setting decay"),
         ({"retention": 0.999}, "retention must be set inside preconditioner"),
         ({"eta": 0.003, "bounds": None}, "bounds, eta must be set inside preconditioner"),
+        ({"update_rule": "adam"}, "update_rule is 'adam'; it must be None, the plain delta rule, or one of"),
+        ({"update_rule": "product-1"}, "another number of writes per token, from 2 to 9"),
+        ({"update_rule": "comba", "preconditioner": {}}, "set one of them to None"),
     ],
 )
 def test_impossible_configurations_are_refused_at_construction_with_the_reason(settings, reason):
@@ -213,6 +216,23 @@ def test_describe_counts_flops_from_the_shapes():
     weights = 4 * 32 * 32 + 2 * 32 + 3 * 32 * 48 + 3 * 32 * 4 + 10 * 32
     assert describe(config).forward_flops == 2 * weights + 2 * (6 * 16 * 16 + 8 * 16)
     assert describe(OSDNForCausalLM(config)) == describe(config)
+
+
+@pytest.mark.parametrize(
+    ("preset", "rule", "more"),
+    [
+        ("delta_net", "longhorn", 0),
+        ("gdn", "comba", 8),
+        ("kda", "gdn2", 16_128),
+        ("delta_net", "product-2", 17_664),
+    ],
+)
+def test_updates_add_the_parameters_that_the_models_page_says(preset, rule, more):
+    plain = describe(f"{preset}-tiny")
+    other = describe(OSDNConfig.from_preset(f"{preset}-tiny", update_rule=rule))
+    assert other.parameters - plain.parameters == more
+    assert other.state_mib == plain.state_mib
+    assert other.preset is None
 
 
 def test_describe_takes_a_saved_models_directory(tmp_path):

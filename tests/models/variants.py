@@ -68,12 +68,22 @@ VARIANTS |= {
             "attention": {"num_heads": 2, "output_gate": True, "rope_theta": None},
         },
     ),
+    "longhorn": ("delta_net", None, {"update_rule": "longhorn"}),
+    "efla": ("delta_net", None, {"update_rule": "efla", "beta_bias": -1.0}),
+    "kaczmarz, grouped values": ("gated_delta_net", None, {"update_rule": "kaczmarz", "num_v_heads": 6}),
+    "comba": ("gated_delta_net", None, {"update_rule": "comba"}),
+    "gdn2": ("kda", None, {"update_rule": "gdn2"}),
+    "delta product": ("gated_delta_net", None, {"update_rule": "product-2", "num_v_heads": 6}),
 }
 HYBRIDS = [name for name in VARIANTS if "hybrid" in name]
 
 
 # Those that some analyses are about: the paper's rule, and no rule at all.
-ONLINE_SCALING = [name for name, (_, settings, _) in VARIANTS.items() if "rule" not in (settings or {})]
+ONLINE_SCALING = [
+    name
+    for name, (_, settings, shape) in VARIANTS.items()
+    if "rule" not in (settings or {}) and "update_rule" not in shape
+]
 
 
 def make_config(variant: str, **overrides) -> OSDNConfig:

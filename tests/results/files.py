@@ -47,3 +47,52 @@ def save_throughput(folder: Path, rows: list[tuple[Identity, dict[str, Any]]]) -
     timed = [{**model.record(), **times, **row} for model, row in rows]
     content = {"kind": "throughput", "device": "cpu", "dtype": "float32", "prefill": 2048, "decode": 128}
     return save_json(folder / "throughput.json", {**content, "rows": timed})
+
+
+CONTESTANTS = {
+    "delta_net": "delta_net",
+    "osdn": "delta_net",
+    "osdn-newton": "delta_net",
+    "gdn": "gdn",
+    "gdn+pgdn": "gdn",
+}
+
+
+def referee_row(trial, contestant, budget, mean=0.0, adjusted=1.0, spread=0.02):
+    difference = None
+    if contestant != CONTESTANTS[contestant]:
+        difference = {"mean": mean, "low": mean - spread, "high": mean + spread, "seeds": 6, "p_value": 0.03}
+    value = {"mean": 0.5 + mean, "low": 0.4, "high": 0.6, "seeds": 6}
+    found = {
+        "trial": trial,
+        "metric": "accuracy",
+        "contestant": contestant,
+        "baseline": CONTESTANTS[contestant],
+    }
+    return found | {
+        "budget": budget, "value": value, "difference": difference, "t_p": adjusted / 4, "adjusted": adjusted,
+    }  # fmt: skip
+
+
+def referee_content(effects, trials=("capacity", "text")):
+    """A result in which (trial, contestant, budget) differ by a mean with an adjusted p-value."""
+    cells = [(t, n) for t in trials for n in CONTESTANTS]
+    rows = [
+        referee_row(t, n, b, *effects.get((t, n, b), (0.0, 1.0))) for b in (0.25, 0.5, 1.0) for t, n in cells
+    ]
+    tuned = [
+        {"trial": t, "contestant": n, "learning_rate": 0.01, "beta_bias": None if n == "gdn" else -2.0,
+         "score": 0.5, "score_without_bias": 0.4}
+        for t, n in cells
+    ]  # fmt: skip
+    writes = [{"trial": t, "contestant": n, "beta": 0.2, "key_scale": 0.9, "q_geo": 0.6} for t, n in cells]
+    task = {"vocab_size": 64, "length": 128, "folder": ""}
+    return {
+        "kind": "referee", "seeds": 6, "tuning_seeds": [1000], "width": 32, "layers": 2, "rows": rows,
+        "tuned": tuned, "writes": writes, "parameters": {n: 1000 + 10 * i for i, n in enumerate(CONTESTANTS)},
+        "trials": [
+            {"name": t, "metric": "accuracy", "steps": 10, "batch": 2, "write_scale": 1.0,
+             "lower_is_better": False, "task": task}
+            for t in trials
+        ],
+    }  # fmt: skip

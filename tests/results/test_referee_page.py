@@ -5,47 +5,8 @@ import pytest
 
 from osdn.results.referee_page import difference_table, significant, verdicts, write_referee
 from tests.browser import CHROMIUM, DRIVER, browser
-
-NAMES = {
-    "delta_net": "delta_net",
-    "osdn": "delta_net",
-    "osdn-newton": "delta_net",
-    "gdn": "gdn",
-    "gdn+pgdn": "gdn",
-}
-
-
-def row(trial, contestant, budget, mean=0.0, adjusted=1.0, spread=0.02):
-    difference = None
-    if contestant != NAMES[contestant]:
-        difference = {"mean": mean, "low": mean - spread, "high": mean + spread, "seeds": 6, "p_value": 0.03}
-    value = {"mean": 0.5 + mean, "low": 0.4, "high": 0.6, "seeds": 6}
-    found = {"trial": trial, "metric": "accuracy", "contestant": contestant, "baseline": NAMES[contestant]}
-    return found | {
-        "budget": budget, "value": value, "difference": difference, "t_p": adjusted / 4, "adjusted": adjusted,
-    }  # fmt: skip
-
-
-def content(effects, trials=("capacity", "text")):
-    """A result in which (trial, contestant, budget) differ by a mean with an adjusted p-value."""
-    cells = [(t, n) for t in trials for n in NAMES]
-    rows = [row(t, n, b, *effects.get((t, n, b), (0.0, 1.0))) for b in (0.25, 0.5, 1.0) for t, n in cells]
-    tuned = [
-        {"trial": t, "contestant": n, "learning_rate": 0.01, "beta_bias": None if n == "gdn" else -2.0,
-         "score": 0.5, "score_without_bias": 0.4}
-        for t, n in cells
-    ]  # fmt: skip
-    writes = [{"trial": t, "contestant": n, "beta": 0.2, "key_scale": 0.9, "q_geo": 0.6} for t, n in cells]
-    task = {"vocab_size": 64, "length": 128, "folder": ""}
-    return {
-        "seeds": 6, "tuning_seeds": [1000], "width": 32, "layers": 2, "rows": rows, "tuned": tuned,
-        "writes": writes,
-        "trials": [
-            {"name": t, "metric": "accuracy", "steps": 10, "batch": 2, "write_scale": 1.0,
-             "lower_is_better": False, "task": task}
-            for t in trials
-        ],
-    }  # fmt: skip
+from tests.results.files import referee_content as content
+from tests.results.files import referee_row as row
 
 
 def test_nothing_is_the_first_sentence_when_nothing_was_found():

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -15,12 +16,13 @@ from osdn.cli import app
 from osdn.results.columns import MAIN, PG19, TABLES
 from osdn.results.comparison import compare, figures, heading, tables
 from osdn.results.paper import BUCKETS
+from osdn.results.referee_page import verdicts
 from osdn.results.report import write_report
 from osdn.results.scores import COMMONSENSE
 from osdn.results.store import read_results, save_json
 from tests.browser import CHROMIUM, DRIVER, browser
 from tests.models.variants import make, tokens
-from tests.results.files import identity, save_evaluation, save_throughput
+from tests.results.files import identity, referee_content, save_evaluation, save_throughput
 
 
 class Cells(HTMLParser):
@@ -174,6 +176,38 @@ def test_two_experiments_of_the_lab_have_different_titles(page):
     titles = re.findall("<h2>(Lab: .*?)</h2>", page.read_text())
     assert len(titles) == len(set(titles)) == 2
     assert {"recall sizes, 6 seeds", "other sizes, 6 seeds"} <= Cells(page.read_text()).tables.keys()
+
+
+def test_the_referees_verdict_and_table_are_those_of_its_own_page(tmp_path):
+    content = referee_content({("capacity", "osdn-newton", 1.0): (0.2, 0.01)})
+    save_json(tmp_path / "referee" / "referee.json", content)
+    store = read_results([tmp_path])
+    text = write_report(store, tmp_path / "report.html").read_text()
+    head = text[text.index('class="verdicts"') : text.index("</ul>")]
+    assert f"The referee: {verdicts(content)[0]}" in unescape(head)
+    shown = Cells(text).tables["After all of the budget"]
+    assert shown["OSDN-Newton"] == ["★ +0.200", "+0.000"]
+    assert len(shown) == len(content["parameters"])
+    assert not store.unreadable
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda c: c["rows"].pop(3), "has no result in"),
+        (lambda c: c["rows"][1]["difference"].pop("low"), "low"),
+        (lambda c: c["rows"][1].update(adjusted="0.1"), "stands where a number should"),
+        (lambda c: c.update(rows=[]), "no contestant has no result"),
+        (lambda c: c.update(kind="write-gate"), "group"),
+    ],
+)
+def test_half_a_result_of_the_referee_is_named_and_left_out(tmp_path, damage, why):
+    content = referee_content({})
+    damage(content)
+    file = save_json(tmp_path / "referee.json", content)
+    store = read_results([tmp_path])
+    assert why in store.unreadable[file]
+    write_report(store, tmp_path / "report.html")
 
 
 def test_times_of_operators_on_a_cpu_and_a_gpu(page):

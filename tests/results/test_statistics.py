@@ -71,7 +71,8 @@ def test_the_t_test_agrees_with_tables(differences, expected):
 
 def test_the_t_test_without_spread():
     assert t_test([0.5, 0.5], [0.5, 0.5]) == 1
-    assert t_test([0.5, 0.5], [0.25, 0.25]) == 0
+    assert t_test([0.5, 0.5], [0.25, 0.25]) == paired_difference([0.5, 0.5], [0.25, 0.25]).p_value == 0.5
+    assert t_test([0.5] * 6, [0.25] * 6) == paired_difference([0.5] * 6, [0.25] * 6).p_value
     assert math.isnan(t_test([math.nan, 0.5], [0.5, 0.5]))
 
 

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from osdn.zoo import DOMAINS, RECURRENCES, RecurrentMixer
+from osdn.zoo.mixer import CONVOLVED
 
 
 def mixer(name):
@@ -38,7 +39,7 @@ def test_the_mixer_runs_the_named_row(name):
     row, inputs = RECURRENCES[name], {}
     for label, spec in row.inputs.items():
         y = layer.projections[label](x)
-        inputs[label] = DOMAINS[spec.domain](nn.functional.silu(y) if label in "qkv" else y)
+        inputs[label] = DOMAINS[spec.domain](nn.functional.silu(y) if label in CONVOLVED else y)
     weights = {label: DOMAINS[spec.domain](layer.weights[label][0]) for label, spec in row.weights.items()}
     o, _ = row.scan(inputs, weights)
     torch.testing.assert_close(layer(x), layer.o_proj(layer.norm(o)))

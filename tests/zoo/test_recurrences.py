@@ -136,6 +136,48 @@ def mesa_net(q, k, v, beta, gamma, Lambda):
     return torch.stack(outputs, -2)
 
 
+def efla(q, k, v, beta):
+    """The flow dS/dt = (v - S k) k' of a token, over a time beta: a matrix exponential of [S, v] jointly."""
+    K = k.shape[-1]
+    S, outputs = torch.zeros(*v.shape[:-2], v.shape[-1], K, dtype=v.dtype), []
+    for t in range(v.shape[-2]):
+        key = k[..., t, :, None]
+        flow = torch.cat([-key @ key.mT, key.mT], -2)  # d[S, v]/dt = [S, v] flow, and v stays
+        flow = torch.cat([flow, torch.zeros_like(flow[..., :1])], -1)
+        after = torch.cat([S, v[..., t, :, None]], -1) @ torch.linalg.matrix_exp(beta[..., t, :, None] * flow)
+        S = after[..., :K]
+        outputs.append((S * q[..., t, None, :]).sum(-1))
+    return torch.stack(outputs, -2)
+
+
+def comba(q, k, v, beta, alpha, b, D):
+    """The writes u solve (I + beta b K S) u = beta v, where S_ti is what is left at t - 1 of a write at i."""
+    keep = survival(alpha)[..., 0]
+    before = F.pad(keep[..., :-1, :], (0, 0, 1, 0))  # nothing has decayed at t yet
+    b, D = b[:, None, :], D[:, None, :]
+    system = torch.eye(k.shape[-2], dtype=k.dtype) + beta * b * (k @ k.mT * before).tril(-1)
+    return ((q - D * k) @ k.mT * keep) @ torch.linalg.solve(system, beta * v)
+
+
+def gdn2(q, k, v, b, w, alpha):
+    """The writes u solve (I + tril((b K) K', -1)) u = w v; the decay weighs the products of keys."""
+    keep = survival(alpha)
+    gram = ((b * k).unsqueeze(-2) * k.unsqueeze(-3) * keep).sum(-1)
+    u = torch.linalg.solve(torch.eye(k.shape[-2], dtype=k.dtype) + gram.tril(-1), w * v)
+    return (q.unsqueeze(-2) * k.unsqueeze(-3) * keep).sum(-1) @ u
+
+
+def delta_product(q, k, v, beta, k2, v2, beta2, alpha):
+    """The delta rule over twice as many tokens, of which every second is read."""
+
+    def between(a, b):
+        return torch.stack([a, b], -2).flatten(-3, -2)
+
+    none = torch.zeros_like(q)
+    gates = between(alpha, torch.ones_like(alpha))
+    return delta(between(none, q), between(k, k2), between(v, v2), between(beta, beta2), gates)[..., 1::2, :]
+
+
 STATEMENTS = {
     "linear_attention": lambda q, k, v: (q @ k.mT).tril() @ v,
     "linear_attention-kernel": lambda q, k, v: (phi(q) @ phi(k).mT).tril() @ v,
@@ -161,6 +203,11 @@ STATEMENTS = {
     "oskda": online_scaled,
     "longhorn": longhorn,
     "mesa_net": mesa_net,
+    "efla": efla,
+    "kaczmarz": lambda q, k, v, beta, alpha: delta(q, k, v, beta / (k.square().sum(-1, True) + 1e-6), alpha),
+    "comba": comba,
+    "gdn2": gdn2,
+    "delta_product": delta_product,
 }
 
 # ---------------------------------------------------------------------------------------------- every row
@@ -168,7 +215,7 @@ STATEMENTS = {
 
 def test_forward_and_gradient_match_an_independent_statement(name):
     case = make_case(name)
-    o, _ = case.recurrence.scan(case.inputs, case.weights)
+    o, _ = case.recurrence.scan(case.inputs, case.weights, stepwise=True)
     expected = STATEMENTS[name](**case.inputs, **case.weights)
     torch.testing.assert_close(o, expected, rtol=1e-9, atol=1e-10)
 
@@ -186,7 +233,7 @@ def test_a_step_is_differentiable_as_finite_differences_say(name):
 
     def outputs(*leaves):
         case.leaves = dict(zip(names, leaves))
-        return case.recurrence.scan(case.inputs, case.weights)[0]
+        return case.recurrence.scan(case.inputs, case.weights, stepwise=True)[0]
 
     assert torch.autograd.gradcheck(outputs, tuple(case.leaves.values()), atol=1e-6)
 
@@ -205,11 +252,11 @@ def test_a_later_token_never_changes_an_earlier_output(name):
 
 def test_cutting_and_continuing_gives_the_same_output_and_state(name):
     case = make_case(name)
-    whole, last = case.recurrence.scan(case.inputs, case.weights)
+    whole, last = case.recurrence.scan(case.inputs, case.weights, stepwise=True)
     pieces, state = [], None
     for cut in (slice(0, 4), slice(4, 4), slice(4, 5), slice(5, None)):
         piece = {x: a[..., cut, :] for x, a in case.inputs.items()}
-        o, state = case.recurrence.scan(piece, case.weights, state)
+        o, state = case.recurrence.scan(piece, case.weights, state, stepwise=True)
         pieces.append(o)
     assert torch.equal(torch.cat(pieces, -2), whole)
     assert all(torch.equal(state[x], last[x]) for x in last)

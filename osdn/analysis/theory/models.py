@@ -21,7 +21,11 @@ def problems_of(model: nn.Module, **inputs: Any) -> list[Problem]:
     In float64 and with keys scaled to norm 1, as the theorems have them: the layers' own norm is short of 1
     by the epsilon in its denominator.
     """
-    return [_exact(layer.problem) for layer in capture(model, **inputs)]
+    layers = capture(model, **inputs)
+    for layer in layers:
+        if layer.rule not in (None, "hypergradient"):
+            raise ValueError(f"{layer.name}: the paper's statements are about its own rule, not {layer.rule}")
+    return [_exact(layer.problem) for layer in layers]
 
 
 def model_statements(problems: list[Problem]) -> list[Check]:

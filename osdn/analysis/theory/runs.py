@@ -33,6 +33,7 @@ class Problem:
     beta_aware: bool = True
     eps: float = 1e-6
     backend: str = "auto"
+    write_keys: Tensor | None = None  # [B, T, H, K] of another rule, whose settings are not kept
 
     @property
     def s(self) -> Tensor:
@@ -108,7 +109,7 @@ class Run:
 
 def run(problem: Problem) -> Run:
     """Both phases over the problem, with the loss of every token before and after its write."""
-    return measure(problem, problem.scales()[0])
+    return measure(problem, problem.scales()[0] if problem.write_keys is None else problem.write_keys)
 
 
 def measure(problem: Problem, write_keys: Tensor) -> Run:

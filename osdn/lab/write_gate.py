@@ -1,0 +1,106 @@
+"""The write gate of a plain DeltaNet: where its start matters, and where it fades.
+
+A gate without a bias starts at a write strength of one half; a learned bias starts it lower.  The study
+changes one thing at a time from a base setting (the width, the heads and with them the channels of a key, the
+length of the sequences) on text and on recall, and compares the starts after a quarter, half and all of the
+budget, as the referee does.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from osdn.lab.recall import RecallTask
+from osdn.lab.referee import BUDGETS, Trial, diagnose, judge, missing
+from osdn.lab.runner import cost, run_all
+from osdn.lab.text import TextTask
+from osdn.lab.training import Run
+from osdn.lab.variants import Variant
+
+BIASES = (None, 0.0, -2.0, -4.0)  # strengths of 0.5 (no bias, and a learned one), 0.12 and 0.02
+LEARNING_RATE = 0.005
+
+
+@dataclass(frozen=True)
+class Setting(Trial):
+    """A trial at a width and with a number of heads; `group` is its task, `change` what it departs in."""
+
+    width: int = 64
+    heads: int = 2
+    group: str = ""
+    change: str = "base"
+
+
+def _around(base: Setting, lengths: Sequence[int]) -> list[Setting]:
+    """A setting, and those that differ from it in one thing."""
+    K = base.width // base.heads
+    changes = [
+        *({"width": w, "heads": w // K, "change": f"width {w}"} for w in (32, 128)),
+        *({"heads": h, "change": f"{base.width // h} key channels"} for h in (4, 1)),
+        *({"task": replace(base.task, length=n), "change": f"length {n}"} for n in lengths),
+    ]
+    found = [base, *(replace(base, **change) for change in changes)]
+    return [replace(s, name=f"{s.group}, {s.change}") for s in found]
+
+
+TEXT = Setting("", TextTask("", length=128), 300, 8, "loss", lower_is_better=True, group="text")
+PAIRS = RecallTask(128, pairs=16, length=64, passes=1, evaluation=64)
+RECALL = Setting("", PAIRS, 400, 16, "accuracy_2x", group="recall")  # tested with 32 pairs
+SETTINGS = (*_around(TEXT, (64, 256)), *_around(RECALL, (128, 256)))
+
+
+@dataclass(frozen=True)
+class Study:
+    """Every start of the write gate in every setting, on the same seeds."""
+
+    trials: tuple[Setting, ...] = SETTINGS
+    biases: tuple[float | None, ...] = BIASES
+    seeds: int = 6
+    layers: int = 2
+
+    @property
+    def contestants(self) -> dict[str, Variant]:
+        variants = [Variant("delta_net", beta_bias=bias) for bias in self.biases]
+        return {variant.label: variant for variant in variants}
+
+    def cells(self) -> Iterator[tuple[Trial, str]]:
+        return product(self.trials, self.contestants)
+
+    def baseline(self, contestant: str) -> str:
+        """A gate without a bias."""
+        return Variant("delta_net").label
+
+    def runs(self, setting: Setting, contestant: str) -> list[Run]:
+        variant = replace(self.contestants[contestant], heads=setting.heads)
+        sizes = (setting.width, self.layers, setting.steps, setting.batch, LEARNING_RATE)
+        return [Run(setting.task, variant, seed, *sizes, budgets=BUDGETS) for seed in range(self.seeds)]
+
+    def all_runs(self) -> dict[tuple[Setting, str], list[Run]]:
+        return {(s, name): self.runs(s, name) for s in self.trials for name in self.contestants}
+
+    def planned(self, folder: Path) -> list[tuple[Trial, list[Run]]]:
+        """What is still to be run, setting by setting."""
+        left = {cell: missing(runs, folder) for cell, runs in self.all_runs().items()}
+        return [(s, [run for name in self.contestants for run in left[s, name]]) for s in self.trials]
+
+
+def run_study(study: Study, folder: Path, progress: Progress, jobs: int | None) -> dict[str, Any]:
+    """Run what is missing and compare; what is finished is read from its file."""
+    planned = study.all_runs()
+    runs = [run for mine in planned.values() for run in mine]
+    bar = progress.add_task("write gate", total=sum(map(cost, runs)), live="")
+    results = iter(run_all(runs, folder, progress, bar, jobs))
+    outcome = {(s.name, name): [next(results) for _ in mine] for (s, name), mine in planned.items()}
+    return {
+        "kind": "write-gate",
+        "seeds": study.seeds,
+        "learning_rate": LEARNING_RATE,
+        "layers": study.layers,
+        "trials": [setting.record() for setting in study.trials],
+        "rows": judge(study, outcome),
+        "writes": diagnose(study, outcome),
+    }

@@ -1,0 +1,100 @@
+"""The page of the write-gate study: what a bias of the write gate gains over none, setting by setting."""
+
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from osdn.results.experiments import difference_of
+from osdn.results.page import figures, section, table, write_page
+from osdn.results.referee_page import (
+    BUDGETS,
+    DOTS,
+    difference_table,
+    dot_plot,
+    significant,
+    task_table,
+    write_tables,
+)
+from osdn.results.tables import Table
+
+
+def write_gate_page(path: Path, content: dict[str, Any], command: str = "osdn lab write-gate") -> Path:
+    """Write the page of a study's result."""
+    listed = "".join(f"<li>{escape(words)}</li>" for words in gate_verdicts(content))
+    body = [f'<ul class="verdicts">{listed}</ul>']
+    for task in tasks_of(content):
+        part = of_task(content, task)
+        tables = [gate_table(content, task, budget) for budget in (1.0, 0.5, 0.25)]
+        drawn = [(dot_plot(part, "delta_net"), f"Against a gate without a bias. {DOTS}")]
+        body.append(section(task.capitalize(), *(table(one) for one in tables), figures(drawn)))
+        trained = [table(one) for one in write_tables(part)]
+        body.append(section(f"What the trained writes do: {task}", *trained))
+    body.append(section("Settings", table(task_table(content), heading=False)))
+    return write_page(path, "The start of the write gate", f"<p>{escape(lead(content))}</p>", body, command)
+
+
+def lead(content: dict[str, Any]) -> str:
+    return (
+        f"A plain DeltaNet of {content['layers']} layers, whose write gate has no bias or a learned one with "
+        f"some start, in {len(content['trials'])} settings: one thing at a time is changed from a base. "
+        f"{content['seeds']} seeds, a learning rate of {content['learning_rate']:g}. Differences are to the "
+        f"gate without a bias."
+    )
+
+
+def tasks_of(content: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(trial["group"] for trial in content["trials"]))
+
+
+def of_task(content: dict[str, Any], task: str) -> dict[str, Any]:
+    """The part of a result that is about one task, its trials named by what they change."""
+    trials = [trial for trial in content["trials"] if trial["group"] == task]
+    names = {trial["name"]: trial["change"] for trial in trials}
+    renamed = [trial | {"name": trial["change"]} for trial in trials]
+    parts = {
+        key: [row | {"trial": names[row["trial"]]} for row in content[key] if row["trial"] in names]
+        for key in ("rows", "writes")
+    }
+    return content | {"trials": renamed} | parts
+
+
+def gate_table(content: dict[str, Any], task: str, budget: float) -> Table:
+    """What the starts differ by in one task."""
+    found = difference_table(of_task(content, task), budget)
+    return replace(found, title=f"{task.capitalize()}, after {BUDGETS[budget]} of the budget")
+
+
+def gate_verdicts(content: dict[str, Any]) -> list[str]:
+    """For every task and start: in how many settings it gains, where it does not, and whether it fades."""
+    found = []
+    for task in tasks_of(content):
+        rows = of_task(content, task)["rows"]
+        for name in dict.fromkeys(row["contestant"] for row in rows if row["difference"] is not None):
+            at = {
+                budget: [r for r in rows if r["contestant"] == name and r["budget"] == budget]
+                for budget in BUDGETS
+            }
+            found.append(_verdict(task, name, at[1.0], at[0.25]))
+    return found
+
+
+def _verdict(task: str, name: str, full: list[dict[str, Any]], early: list[dict[str, Any]]) -> str:
+    gains = [row for row in full if significant(row) and row["difference"]["mean"] > 0]
+    losses = [row for row in full if significant(row) and row["difference"]["mean"] < 0]
+    start = name.partition("bias=")[2]
+    words = (
+        f"{task.capitalize()}, a bias that starts at {start}: better in {len(gains)} of {len(full)} settings"
+    )
+    if losses:
+        words += f", worse in {len(losses)} ({_listed(losses)})"
+    rest = [row for row in full if row not in gains and row not in losses]
+    if gains and rest:
+        words += f", not measurably different in {_listed(rest)}"
+    means = [fmean(row["difference"]["mean"] for row in rows) for rows in (early, full)]
+    return f"{words}; on average {means[0]:+.3f} after a quarter of the budget, {means[1]:+.3f} after all."
+
+
+def _listed(rows: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{row['trial']} ({difference_of(row['difference'])})" for row in rows)

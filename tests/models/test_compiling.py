@@ -23,10 +23,10 @@ def forget():
     "how",
     [
         {},
-        {"attention_mask": MASK},
-        {"position_ids": POSITIONS},
         {"attention_mask": MASK, "position_ids": POSITIONS},
-        {"seq_idx": (POSITIONS == 0).cumsum(1)},
+        pytest.param({"attention_mask": MASK}, marks=pytest.mark.slow),
+        pytest.param({"position_ids": POSITIONS}, marks=pytest.mark.slow),
+        pytest.param({"seq_idx": (POSITIONS == 0).cumsum(1)}, marks=pytest.mark.slow),
         {"attention_mask": MASK, "position_ids": (MASK.cumsum(1) - 1).clamp(min=0), "use_cache": True},
     ],
     ids=lambda how: "+".join(how) or "ids",

@@ -39,7 +39,7 @@ def test_every_number_of_rows(rows, dtype):
 @every_dtype
 @settings(max_examples=30)
 @given(
-    shape=st.sampled_from([(), (1,), (2, 1), (1, 1, 5), (7,)]),
+    shape=st.sampled_from([(), (1,), (2, 1), (1, 1, 3), (4,)]),
     N=st.integers(1, 70),
     K=st.integers(1, 140),
     bias=st.booleans(),
@@ -75,7 +75,7 @@ def test_usable_says_where_the_kernel_serves():
     assert usable(x, weight)
     assert not usable(x, weight.float())
     assert not usable(x, weight.t().contiguous().t())
-    assert not usable(torch.randn(9, 5).bfloat16(), weight)
+    assert not usable(torch.randn(MOST_ROWS + 1, 5).bfloat16(), weight)
     weight.requires_grad_()
     assert not usable(x, weight)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_usable_says_where_the_kernel_serves():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": torch.zeros(9, 5)}, "x has 9 rows"),
+        ({"x": torch.zeros(5, 5)}, "x has 5 rows"),
         ({"x": torch.zeros(1, 4)}, "do not fit"),
         ({"weight": torch.zeros(3, 5).bfloat16()}, "must share one dtype"),
         ({"weight": torch.zeros(5)}, "do not fit"),

@@ -54,7 +54,7 @@ void arrange(const E* x, int64_t K, int64_t Kp, R* to) {
 template <class R, class E, int M>
 INLINE void multiply(const E* w, int64_t K, const R* x, int64_t Kp, R (&out)[M]) {
     // U pairs of sums at once: the additions of one wait for each other.
-    constexpr int PAIR = 2 * W<R>, U = M == 1 ? 4 : M <= 4 ? 2 : 1;
+    constexpr int PAIR = 2 * W<R>, U = M == 1 ? 4 : 2;
     Vec<R> sum[M][2 * U] = {};
     const auto step = [&](const E* p, int64_t i, int u) {
         Vec<R> a, b;
@@ -113,15 +113,14 @@ void product_pieces(const Product& call, int64_t pieces, F&& next) {
     for (int64_t i; (i = next()) < pieces;)
         multiply_rows<R, E, M>(call, x, Kp, i * call.N / pieces, (i + 1) * call.N / pieces);
 }
-// For at most 8 rows of x.
+// For at most 4 rows of x.
 template <class R, class F>
 void product_thread(const Product& call, int64_t pieces, F&& next) {
     with_element<R>(call.element, [&](auto element) {
         using E = decltype(element);
         if (call.M <= 1) return product_pieces<R, E, 1>(call, pieces, next);
         if (call.M <= 2) return product_pieces<R, E, 2>(call, pieces, next);
-        if (call.M <= 4) return product_pieces<R, E, 4>(call, pieces, next);
-        product_pieces<R, E, 8>(call, pieces, next);
+        product_pieces<R, E, 4>(call, pieces, next);
     });
 }
 

@@ -14,7 +14,7 @@ from osdn.ops import checks, watched
 from osdn.ops.cpu import compiled
 from osdn.ops.cpu.binding import Kernel, bind, element, run, wide
 
-MOST_ROWS = 8  # beyond, a matrix product has more to do than to read
+MOST_ROWS = 4  # beyond, there is more to do than to read, and F.linear is faster
 
 # `struct Product` in row_product.h
 FIELDS = ("x", "weight", "bias", "out", "M", "N", "K", "element", "threads")
@@ -36,7 +36,7 @@ def usable(x: Tensor, weight: Tensor) -> bool:
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` for at most 8 rows, summed in float32 (float64 for float64 inputs).
+    """`x @ weight.T + bias` for at most 4 rows, summed in float32 (float64 for float64 inputs).
 
     Args:
         x: inputs `[..., K]` on a CPU.

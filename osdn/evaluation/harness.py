@@ -36,6 +36,7 @@ from osdn.evaluation.processes import ALONE, Processes
 from osdn.evaluation.recall import WINDOW
 from osdn.evaluation.ruler import haystacks
 from osdn.evaluation.suites import SUITES, Task
+from osdn.models import OSDNConfig
 from osdn.results.scores import COMPARED, Score
 
 OWN_TASKS = Path(__file__).parent / "tasks"
@@ -164,6 +165,8 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     """How many tokens a model has positions for; None for a recurrent one, which has none to run out of."""
     config = config.get_text_config()
     if set(getattr(config, "layer_types", None) or [""]) <= WITHOUT_POSITIONS:
+        return None
+    if isinstance(config, OSDNConfig) and config.attention and config.attention["rope_theta"] is None:
         return None
     return next((int(getattr(config, name)) for name in POSITIONS if getattr(config, name, None)), None)
 

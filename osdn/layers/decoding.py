@@ -31,8 +31,11 @@ def fused(mixer: "TokenMixer", x: Tensor, cu_seqlens: Tensor | None) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether somebody waits for a call of the module, which the compiled step would not make."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether somebody waits for a call of the module, which the compiled step would not make.
+
+    `accelerate` does, to fetch weights that lie elsewhere.
+    """
+    return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
 
 
 def step(mixer: "TokenMixer", x: Tensor, state: "MixerState") -> tuple[Tensor, "MixerState"]:

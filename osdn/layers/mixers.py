@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from osdn.layers import decoding
 from osdn.layers.convolution import ShortConvolution
+from osdn.layers.linear import Linear
 from osdn.layers.precision import GatedRMSNorm, l2_normalize, widen
 from osdn.layers.preconditioner import (
     OPERATORS,
@@ -182,16 +183,16 @@ class TokenMixer(nn.Module):
         self.writes = writes = 1 if self.update is None else self.update.writes
         gates = num_v_heads if self.update is None else self.update.gates
         key_dim, value_dim = num_heads * head_k_dim, self.num_v_heads * head_v_dim
-        self.q_proj = nn.Linear(hidden_size, key_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, writes * key_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, writes * value_dim, bias=False)
+        self.q_proj = Linear(hidden_size, key_dim, bias=False)
+        self.k_proj = Linear(hidden_size, writes * key_dim, bias=False)
+        self.v_proj = Linear(hidden_size, writes * value_dim, bias=False)
         self.b_proj = WriteGate(hidden_size, gates, beta_bias)
         self.q_conv1d = ShortConvolution(key_dim, conv_size)
         self.k_conv1d = ShortConvolution(writes * key_dim, conv_size)
         self.v_conv1d = ShortConvolution(writes * value_dim, conv_size)
         self.recurrence = Recurrence(backend)
         self.o_norm = GatedRMSNorm(head_v_dim, norm_eps, self.output_gate)
-        self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
+        self.o_proj = Linear(value_dim, hidden_size, bias=False)
         self.preconditioner = None
         if preconditioner is not None:
             self.preconditioner = self._preconditioner(for_strength(preconditioner, self.strongest))
@@ -376,8 +377,8 @@ class GatedDeltaNet(DecayingMixer):
             )
         self.output_gate = GATES[output_gate_activation]
         super().__init__(hidden_size, *args, **kwargs)
-        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.g_proj = nn.Linear(hidden_size, self.o_proj.in_features, bias=False)
+        self.a_proj = Linear(hidden_size, self.num_v_heads, bias=False)
+        self.g_proj = Linear(hidden_size, self.o_proj.in_features, bias=False)
         self._add_decay_parameters(self.num_v_heads)
 
     def log_decay(self, x: Tensor) -> Tensor:
@@ -413,10 +414,8 @@ class KimiDeltaAttention(DecayingMixer):
             self.o_proj.in_features,
             self.num_v_heads * self.head_k_dim,
         )
-        self.f_proj = nn.Sequential(
-            nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, decays, bias=False)
-        )
-        self.g_proj = nn.Sequential(nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, value_dim))
+        self.f_proj = nn.Sequential(Linear(hidden_size, rank, bias=False), Linear(rank, decays, bias=False))
+        self.g_proj = nn.Sequential(Linear(hidden_size, rank, bias=False), Linear(rank, value_dim))
         self._add_decay_parameters(decays)
 
     def initial_decay(self) -> tuple[Tensor, Tensor]:

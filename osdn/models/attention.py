@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
 
+from osdn.layers.linear import Linear
 from osdn.layers.precision import RMSNorm
 from osdn.models.layout import Layout
 from osdn.ops import checks
@@ -138,11 +139,11 @@ class Attention(nn.Module):
         self.num_key_value_groups = settings.num_heads // settings.num_kv_heads
         self.window = settings.window if self.kind == SLIDING else None
         width, kv_width = settings.num_heads * self.head_dim, settings.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=settings.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=settings.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=settings.qkv_bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-        self.g_proj = nn.Linear(config.hidden_size, width, bias=False) if settings.output_gate else None
+        self.q_proj = Linear(config.hidden_size, width, bias=settings.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_width, bias=settings.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_width, bias=settings.qkv_bias)
+        self.o_proj = Linear(width, config.hidden_size, bias=False)
+        self.g_proj = Linear(config.hidden_size, width, bias=False) if settings.output_gate else None
         self.q_norm = RMSNorm(self.head_dim, eps=settings.qk_norm_eps) if settings.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=settings.qk_norm_eps) if settings.qk_norm else None
 

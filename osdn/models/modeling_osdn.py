@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
+from osdn.layers.linear import Linear
 from osdn.layers.mixers import DecayingMixer, WriteGate
 from osdn.layers.precision import RMSNorm, widen
 from osdn.layers.preconditioner import PGDNPreconditioner, Preconditioner, Retention
@@ -37,9 +38,9 @@ class OSDNMLP(nn.Module):
 
     def __init__(self, config: OSDNConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -249,7 +250,7 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
     def __init__(self, config: OSDNConfig) -> None:
         super().__init__(config)
         self.model = OSDNModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -352,7 +353,7 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
 def _is_its_weight(head: nn.Module) -> bool:
     """Whether a head is a product with its weight and no more: not adapted, hooked, quantized, offloaded."""
     return (
-        type(head) is nn.Linear
+        type(head) in (nn.Linear, Linear)
         and head.bias is None
         and type(head.weight) in (Tensor, nn.Parameter)
         and not head.weight.is_meta

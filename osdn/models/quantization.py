@@ -15,6 +15,8 @@ from transformers.quantizers import register_quantization_config, register_quant
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from osdn.layers.linear import Linear
+
 GROUP = 32  # input channels that share a scale in int4
 MULTIPLE = 64  # of output channels, which the kernels take at once
 GATES = ("f_proj", "preconditioner")  # decays: few weights, and much depends on them
@@ -87,7 +89,7 @@ def quantize(model: nn.Module, weights: str) -> nn.Module:
     found = [
         (name, module)
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and _is_large(module) and not set(GATES) & set(name.split("."))
+        if type(module) in (nn.Linear, Linear) and _is_large(module) and not set(GATES) & set(name.split("."))
     ]
     if not found:
         raise ValueError(

@@ -195,11 +195,9 @@ def referee(
     jobs: Jobs = None,
     output: Output = Path("runs/referee"),
 ) -> None:
-    """Compare preconditioners with plain delta rules that are tuned in the same way."""
+    """Compare preconditioners and other updates with plain delta rules that are tuned in the same way."""
     from osdn.lab import referee as lab
-    from osdn.lab.runner import progress_bar
-    from osdn.results.referee_page import difference_table, verdicts, write_referee
-    from osdn.results.store import save_json
+    from osdn.results.referee_page import write_referee
 
     with plain_errors():
         made(output)
@@ -208,20 +206,10 @@ def referee(
         protocol = lab.with_tasks(protocol, tasks or (lab.QUICK if quick else ()))
         if quick:
             protocol = lab.quick(protocol)
-        with console.status("timing a few steps of every task"):
-            protocol = lab.prepared(protocol, output)
-            plan = lab.plan_table(lab.planned(protocol, output), output, jobs)
-        show(plan)
-        if dry_run:
-            return
-        with progress_bar(console) as progress:
-            content = lab.run_referee(protocol, output, progress, jobs)
-        save_json(output / "referee.json", content)
-        show(difference_table(content, 1.0))
-        for words in verdicts(content):
-            console.print(words, soft_wrap=True, markup=False, highlight=False)
-        page = write_referee(output / "referee.html", content, f"osdn lab referee{' --quick' * quick}")
-    console.print(f"the page is {page.resolve()}", soft_wrap=True)
+        content = _contest("referee", protocol, lab.planned, lab.run_referee, output, jobs, dry_run)
+        if content is not None:
+            command = f"osdn lab referee{' --quick' * quick}"
+            _shown("referee", content, write_referee(output / "referee.html", content, command))
 
 
 @app.command("write-gate")
@@ -232,29 +220,52 @@ def write_gate(
     output: Output = Path("runs/write-gate"),
 ) -> None:
     """Where the start of DeltaNet's write gate matters: over widths, heads, lengths and budgets."""
-    from osdn.lab import referee as lab
-    from osdn.lab import write_gate as study
-    from osdn.lab.runner import progress_bar
-    from osdn.results.gate_page import gate_table, gate_verdicts, tasks_of, write_gate_page
-    from osdn.results.store import save_json
+    from osdn.lab import write_gate as lab
+    from osdn.results.gate_page import write_gate_page
 
     with plain_errors():
         made(output)
-        chosen = study.Study(seeds=seeds)
-        with console.status("timing a few steps of every setting"):
-            chosen = lab.prepared(chosen, output)
-            plan = lab.plan_table(chosen.planned(output), output, jobs)
-        show(plan)
-        if dry_run:
-            return
-        with progress_bar(console) as progress:
-            content = study.run_study(chosen, output, progress, jobs)
-        save_json(output / "write-gate.json", content)
-        for task in tasks_of(content):
-            show(gate_table(content, task, 1.0))
-        for words in gate_verdicts(content):
-            console.print(words, soft_wrap=True, markup=False, highlight=False)
-        page = write_gate_page(output / "write-gate.html", content)
+        study = lab.Study(seeds=seeds)
+        content = _contest("write-gate", study, lab.planned, lab.run_study, output, jobs, dry_run)
+        if content is not None:
+            _shown("write-gate", content, write_gate_page(output / "write-gate.html", content))
+
+
+def _contest(
+    name: str,
+    contest: Any,
+    planned: Callable[..., Any],
+    run: Callable[..., dict[str, Any]],
+    output: Path,
+    jobs: int | None,
+    dry_run: bool,
+) -> dict[str, Any] | None:
+    """Show what is left to run, run it and save the result; nothing more than the plan in a dry run."""
+    from osdn.lab.referee import plan_table, prepared
+    from osdn.lab.runner import progress_bar
+    from osdn.results.store import save_json
+
+    with console.status("timing a few steps of every task"):
+        contest = prepared(contest, output)
+        plan = plan_table(planned(contest, output), output, jobs)
+    show(plan)
+    if dry_run:
+        return None
+    with progress_bar(console) as progress:
+        content = run(contest, output, progress, jobs)
+    save_json(output / f"{name}.json", content)
+    return content
+
+
+def _shown(kind: str, content: dict[str, Any], page: Path) -> None:
+    """The main tables and what was found, as the report has them."""
+    from osdn.results.report import CONTESTS
+
+    _, verdicts, tables = CONTESTS[kind]
+    for table in tables(content):
+        show(table)
+    for words in verdicts(content):
+        console.print(words, soft_wrap=True, markup=False, highlight=False)
     console.print(f"the page is {page.resolve()}", soft_wrap=True)
 
 

@@ -82,19 +82,20 @@ class Study:
     def all_runs(self) -> dict[tuple[Setting, str], list[Run]]:
         return {(s, name): self.runs(s, name) for s in self.trials for name in self.contestants}
 
-    def planned(self, folder: Path) -> list[tuple[Trial, list[Run]]]:
-        """What is still to be run, setting by setting."""
-        left = {cell: missing(runs, folder) for cell, runs in self.all_runs().items()}
-        return [(s, [run for name in self.contestants for run in left[s, name]]) for s in self.trials]
+
+def planned(study: Study, folder: Path) -> list[tuple[Trial, list[Run]]]:
+    """What is still to be run, setting by setting."""
+    left = {cell: missing(runs, folder) for cell, runs in study.all_runs().items()}
+    return [(s, [run for name in study.contestants for run in left[s, name]]) for s in study.trials]
 
 
 def run_study(study: Study, folder: Path, progress: Progress, jobs: int | None) -> dict[str, Any]:
     """Run what is missing and compare; what is finished is read from its file."""
-    planned = study.all_runs()
-    runs = [run for mine in planned.values() for run in mine]
+    cells = study.all_runs()
+    runs = [run for mine in cells.values() for run in mine]
     bar = progress.add_task("write gate", total=sum(map(cost, runs)), live="")
     results = iter(run_all(runs, folder, progress, bar, jobs))
-    outcome = {(s.name, name): [next(results) for _ in mine] for (s, name), mine in planned.items()}
+    outcome = {(s.name, name): [next(results) for _ in mine] for (s, name), mine in cells.items()}
     return {
         "kind": "write-gate",
         "seeds": study.seeds,

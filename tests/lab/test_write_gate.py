@@ -105,7 +105,7 @@ def test_the_command_estimates_runs_continues_and_is_shown(monkeypatch, tmp_path
     file = tmp_path / "write-gate.json"
     content = json.loads(file.read_text())
     next(tmp_path.glob("*seed1-*.json")).unlink()
-    assert sum(len(runs) for _, runs in study.planned(tmp_path)) == 1
+    assert sum(len(runs) for _, runs in write_gate.planned(study, tmp_path)) == 1
     invoke()
     assert json.loads(file.read_text())["rows"] == content["rows"]
     page = (tmp_path / "write-gate.html").read_text()

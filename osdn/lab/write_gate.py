@@ -47,9 +47,9 @@ def _around(base: Setting, lengths: Sequence[int]) -> list[Setting]:
     return [replace(s, name=f"{s.group}, {s.change}") for s in found]
 
 
-TEXT = Setting("", TextTask("", length=128), 300, 8, "loss", lower_is_better=True, group="text")
-PAIRS = RecallTask(128, pairs=16, length=64, passes=1, evaluation=64)
-RECALL = Setting("", PAIRS, 400, 16, "accuracy_2x", group="recall")  # tested with 32 pairs
+TEXT = Setting("", TextTask("", length=128), 240, 8, "loss", lower_is_better=True, group="text")
+PAIRS = RecallTask(128, pairs=16, length=64, passes=1, evaluation=32)
+RECALL = Setting("", PAIRS, 300, 16, "accuracy_2x", group="recall")  # tested with 32 pairs
 SETTINGS = (*_around(TEXT, (64, 256)), *_around(RECALL, (128, 256)))
 
 

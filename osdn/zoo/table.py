@@ -39,8 +39,8 @@ row's inputs. They are @FAST@.
 all gradients. `scan(..., stepwise=True)` and `RecurrentMixer(..., stepwise=True)` force the step function.
 The other rows are step functions only; MesaNet, which solves a system for every token, is one of them.
 
-In CPU time on one thread, forward and backward, the fast form is some 15 to 20 times as fast
-(`osdn bench zoo`, 256 tokens, K = V = 32); Longhorn's is 4 times as fast, since its gate per value channel
+In CPU time on one thread, forward and backward, the fast form is 14 to 20 times as fast
+(`osdn bench zoo`, 256 tokens, K = V = 32); Longhorn's is 3 times as fast, since its gate per value channel
 takes a head per value channel.
 
 ## Recurrence and read-out

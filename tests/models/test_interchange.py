@@ -433,3 +433,9 @@ def test_a_preconditioned_model_keeps_the_names(tmp_path):
     names = {name for name in model.state_dict() if ".preconditioner." not in name}
     assert names == set(make("delta_net").state_dict())
     assert isinstance(model, OSDNForCausalLM)
+
+
+def test_other_updates_are_not_saved_as_plain_delta_rules(tmp_path):
+    with pytest.raises(ValueError, match="update_rule is 'comba'; flash-linear-attention is given plain"):
+        save_flash_linear_attention(make("comba"), tmp_path / "model")
+    assert not (tmp_path / "model").exists()

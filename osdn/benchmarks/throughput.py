@@ -153,7 +153,7 @@ def summarise(block: list[Timed], tokens: int) -> list[dict[str, Any]]:
             "tokens_per_second": tokens / (prefill + decode) * 1e3,
             "prefill_ms": prefill,
             "decode_ms": decode,
-            "state_mib": costs.state_mib + costs.scale_mib,
+            "state_mib": costs.memory_mib(tokens),
             "compared_with": None,
             "times_ms": one.times,
         }

@@ -19,7 +19,7 @@ from osdn.models.presets import PRESETS
 MIB = 1024**2
 
 # The paper, tables "Inference throughput and persistent recurrent-state size" and "1.3B / 100B scaling pair":
-# MiB of state a sequence in bfloat16, the scale included where there is one.
+# MiB of state per sequence in bfloat16, the scale included where there is one.
 PAPER_STATE_MIB = {
     "delta_net-340m": 6.000,
     "osdn-340m": 6.047,
@@ -57,6 +57,10 @@ class Description:
     window_mib: float = 0.0  # keys and values of sliding attention, at the most
     flops_per_earlier_token: int = 0  # what full attention adds for each token that it sees
 
+    def memory_mib(self, tokens: int) -> float:
+        """What one sequence of so many tokens leaves behind: state, scale, keys and values, in bfloat16."""
+        return self.state_mib + self.scale_mib + self.window_mib + tokens * self.cache_kib_per_token / 1024
+
     def rows(self) -> list[tuple[str, str]]:
         """Pairs of a label and a value, for people."""
         own, scale = self.preconditioner_parameters, self.scale_mib
@@ -70,12 +74,12 @@ class Description:
                 "of the preconditioner",
                 f"{own:,}, {own_share:.3f} % (the paper: at most 0.3 %)" if own else "none",
             ),
-            ("state a sequence, bf16", f"{self.state_mib:.3f} MiB"),
+            ("state per sequence, bf16", f"{self.state_mib:.3f} MiB"),
             (
                 "of the scale",
                 f"{scale:.3f} MiB, {scale_share:.2f} % (the paper: at most 0.05 %)" if scale else "none",
             ),
-            ("forward flops a token", f"{self.forward_flops:,}"),
+            ("forward flops per token", f"{self.forward_flops:,}"),
         ]
         if self.attention_layers:
             rows.insert(2, ("attention", f"{self.attention_layers} of the layers"))

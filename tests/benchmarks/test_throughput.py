@@ -132,6 +132,16 @@ def test_state_sizes_are_the_papers():
         assert row["state_mib"] == pytest.approx(mib, abs=5.1e-4)
 
 
+def test_a_hybrid_keeps_keys_and_values_too():
+    short, long = (
+        throughput.summarise([timed("gdn-hybrid-tiny", (1.0, 1.0))], tokens)[0]["state_mib"]
+        for tokens in (1, 1025)
+    )
+    costs = describe("gdn-hybrid-tiny")
+    assert costs.cache_kib_per_token > 0
+    assert long - short == pytest.approx(costs.cache_kib_per_token)
+
+
 def test_the_papers_changes_are_those_of_its_own_throughputs():
     for base, variant in (("delta_net-340m", "osdn-340m"), ("kda-340m", "oskda-340m")):
         ours, theirs = THROUGHPUT.rows[variant], THROUGHPUT.rows[base]

@@ -165,7 +165,7 @@ def test_the_command_measures_presets_and_sizes(tmp_path, monkeypatch):
     assert all(len(row["times_ms"]) == 2 for row in result["rows"])
     assert throughput.expand(["hybrid-tiny"]) == [f"{name}-hybrid-tiny" for name in VARIANTS]
     (row,) = original(["gdn-hybrid-tiny"], prefill=16, decode=3, **short)["rows"]
-    assert row["state_mib"] == describe("gdn-hybrid-tiny").state_mib
+    assert row["state_mib"] == describe("gdn-hybrid-tiny").memory_mib(19)
     done = CliRunner().invoke(app, ["bench", "throughput", "huge"])
     assert done.exit_code == 1
     assert "no preset, size or folder huge" in done.output

@@ -72,7 +72,8 @@ def diagnose(
         f"{100 * agreement['negligible_share']:.2f} % of the residuals were negligible and left out"
     )
     if left_out := result["attention_layers_left_out"]:
-        console.print(f"{left_out} attention layers have no writes to measure and were left out")
+        layers = "attention layer has" if left_out == 1 else "attention layers have"
+        console.print(f"left out: {left_out} {layers} no writes to measure")
     if result["rule"] is not None and result["scale"] is None:
         console.print(
             f"the rule of this model is {result['rule']}, which keeps no scale: its columns are left out"

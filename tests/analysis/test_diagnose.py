@@ -221,7 +221,7 @@ def test_attention_layers_of_a_hybrid_are_left_out_and_that_is_said(tmp_path):
     options = ["--count", "2", "--length", "60", "--output", str(tmp_path)]
     done = CliRunner().invoke(app, ["diagnose", str(tmp_path / "model"), *options])
     assert done.exit_code == 0, done.output
-    assert "1 attention layers have no writes to measure and were left out" in done.output
+    assert "left out: 1 attention layer has no writes to measure" in done.output
     result = json.loads((tmp_path / "diagnosis.json").read_text())
     assert result["attention_layers_left_out"] == 1
     assert len(result["all"]["by_layer"]) == 1

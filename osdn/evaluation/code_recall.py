@@ -10,7 +10,7 @@ import random
 import re
 import zlib
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from osdn.training.data import SourceFiles
 QUESTIONS = 300  # of each kind
 SHORTEST, LONGEST = 8, 40  # characters of an answer
 PER_FILE = 5  # questions at most
+CHARACTERS = 8  # of a token, at the most on average
 SEED = 0
 KINDS = {  # the cue, and the answer after it
     "arguments": re.compile(
@@ -64,6 +65,7 @@ def code_documents(
     return {"validation": Dataset.from_list(rows)}
 
 
+@cache
 def _questions(kind: str, source: str) -> Dataset:
     """Questions about the held-out files in an order of their own, more than are asked; found once."""
     files = SourceFiles(source)
@@ -107,7 +109,10 @@ def _stretch(question: Question, tokenizer: Any, length: int) -> str | None:
 
     None if the answer's line does not fit, or if what fits is less than half of the length.
     """
-    text = question.text
+    reach = CHARACTERS * length  # far enough on either side, and no farther: files may be long
+    begin = max(0, question.start - reach)
+    text, place = question.text[begin : question.start + reach], question.start - begin
+    question = question._replace(start=place)
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     end = text.find("\n", question.start + 1 if text[question.start] == "\n" else question.start)
     end = len(text) if end < 0 else end

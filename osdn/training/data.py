@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class SourceFiles:
             names.sort(key=lambda name: zlib.crc32(name.encode()))
         self.paths = {name: found[name] for name in names}
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Of what was found: names and sizes."""
         return Hasher.hash([(name, path.stat().st_size) for name, path in self.paths.items()])

@@ -46,7 +46,9 @@ def sources(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True)
         path.write_text(FILE.replace("{i}", str(i)))
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {k: str(v) for k, v in roots.items()})
-    return roots
+    code_recall._questions.cache_clear()
+    yield roots
+    code_recall._questions.cache_clear()
 
 
 def held_out(i):

@@ -11,7 +11,7 @@ one delta-rule layer alone, also without the time that the profiler counts as ma
 need.  CPU time adds up all threads; on a busy machine it says more than the time that passed.  Memory is the
 peak above what the process held before the step.
 
-Training computes its loss in pieces of the vocabulary, and at 4,096 tokens with gradient checkpointing,
+Training computes its loss over 256 tokens at a time, and at 4,096 tokens with gradient checkpointing,
 because neither side would fit a machine with 24 GB otherwise.  What would still need more than --memory or
 take longer than --longest, judged by one layer, is left out and marked so.
 
@@ -109,13 +109,15 @@ def decode(model: Any, tokens: int) -> Numbers:
 def train(model: Any, tokens: int, checkpointing: bool) -> Numbers:
     """A forward and backward."""
     ids = torch.randint(3, 1000, (1, tokens))
-    pieces = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256)
     for parameter in model.parameters():
         parameter.grad = None
 
     def step() -> None:
-        hidden = model.model(ids, use_cache=False).last_hidden_state[0, :-1]
-        F.linear_cross_entropy(hidden, model.lm_head.weight, ids[0, 1:], options=pieces).backward()
+        hidden = model.model(ids, use_cache=False).last_hidden_state
+        leaf = hidden.detach().requires_grad_()
+        for x, labels in zip(leaf[0, :-1].split(256), ids[0, 1:].split(256)):
+            F.cross_entropy(model.lm_head(x).float(), labels, reduction="sum").div(tokens).backward()
+        hidden.backward(leaf.grad)
 
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -176,9 +178,8 @@ class Task:
 def tasks(model: Any, what: list[str]) -> list[Task]:
     layer, config = next(iter(recurrent_layers(model).values())), model.config
     alone, whole = partial(layer_alone, layer), partial(train, model)
-    forward, step, long_step = (f"a delta-rule layer, {text}" for text in (
-        "2,048 tokens", "1,024 tokens, forward and backward", "4,096 tokens, forward and backward",
-    ))  # fmt: skip
+    forward, step = "layer, 2,048 tokens", "layer, 1,024, with backward"
+    long_step = "layer, 4,096, with backward"
     layers, delta = len(config.layer_types), config.layer_types.count("linear_attention")
     size = next(model.parameters()).element_size()
     gradients = sum(p.numel() for p in model.parameters()) * size / GIB
@@ -198,16 +199,16 @@ def tasks(model: Any, what: list[str]) -> list[Task]:
             step, (lambda peak, kept: 4 * peak, 4),
         ),
         Task(
-            "prefill", "prefill of 2,048 tokens", partial(prefill, model, 2048), partial(prefill, model, 64),
+            "prefill", "prefill, 2,048 tokens", partial(prefill, model, 2048), partial(prefill, model, 64),
             forward, (lambda peak, kept: peak, delta),
         ),
-        Task("decode", "a token, decoding", partial(decode, model, 16), partial(decode, model, 1)),
+        Task("decode", "decoding, per token", partial(decode, model, 16), partial(decode, model, 1)),
         Task(
-            "train", "forward and backward, 1,024 tokens", partial(whole, 1024, False),
+            "train", "training, 1,024 tokens", partial(whole, 1024, False),
             partial(whole, 64, False), step, (all_kept, delta),
         ),
         Task(
-            "train", "forward and backward, 4,096 tokens, checkpointing", partial(whole, 4096, True),
+            "train", "training, 4,096, checkpointing", partial(whole, 4096, True),
             partial(whole, 64, True), long_step, (inputs_kept, delta * 4 / 3), both=True,
         ),
     ]  # fmt: skip
@@ -252,15 +253,17 @@ def summarize(results: dict[str, list[Numbers]]) -> dict[str, Any]:
 def show(title: str, results: dict[str, Any]) -> None:
     table = Table("", "", *SIDES, "original / osdn (each round)", title=title)
     for task, summary in results.items():
-        missing = summary.get("left out", {})
+        missing, name = summary.get("left out", {}), task
         for part, x in summary.items():
             if part == "left out":
                 continue
             cells = [f"{x[side]:,.2f}" if side in x else missing.get(side, "") for side in SIDES]
             each = ", ".join(f"{ratio:.2f}" for ratio in x.get("ratios", ()))
-            table.add_row(task, part, *cells, f"{x['ratio']:.2f} ({each})" if "ratio" in x else "")
+            table.add_row(name, part, *cells, f"{x['ratio']:.2f} ({each})" if "ratio" in x else "")
+            name = ""
         if set(missing) == set(SIDES):
             table.add_row(task, "", *missing.values(), "")
+        table.add_section()
     console.print(table)
 
 

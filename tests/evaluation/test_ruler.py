@@ -19,14 +19,9 @@ from tests.evaluation.mirror import TEXT
 TASKS = {task.name: task for task in SUITES["ruler"]}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "niah_single_1_1k",
-        pytest.param("niah_single_3_4k", marks=pytest.mark.slow),
-        pytest.param("niah_multikey_1_8k", marks=pytest.mark.slow),
-    ],
-)
+# Importing the tasks takes half a minute: lm_eval makes and sorts millions of words.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["niah_single_1_1k", "niah_single_3_4k", "niah_multikey_1_8k"])
 def test_a_prompt_holds_its_needle_and_has_its_length(osdn, mirror, name):
     tokenizer, task = load_tokenizer(osdn), TASKS[name]
     loaded = harness.load_task(name, tokenizer, data_dir=mirror)
@@ -47,6 +42,7 @@ def test_a_prompt_holds_its_needle_and_has_its_length(osdn, mirror, name):
     assert (right[str(task.length)], wrong[str(task.length)]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_the_same_documents_are_made_every_time(osdn, mirror):
     tokenizer, found = load_tokenizer(osdn), []
     for seed in range(2):
@@ -55,6 +51,7 @@ def test_the_same_documents_are_made_every_time(osdn, mirror):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named(osdn, mirror, tmp_path):
     shutil.copytree(mirror / "baber", tmp_path / "baber")
     with pytest.raises(MissingDataError, match=r"punkt_tab is not in .*nltk.downloader punkt_tab"):
@@ -65,6 +62,7 @@ def test_what_is_missing_is_named(osdn, mirror, tmp_path):
         harness.load_task("niah_single_2_1k", load_tokenizer(osdn), data_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_task_is_measured_like_any_other(osdn, mirror, tmp_path):
     evaluation = Evaluation(Settings(osdn, mirror, limit=2), tmp_path)
     entry = evaluation._entry(TASKS["niah_single_1_1k"], lambda done, total: None)

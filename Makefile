@@ -20,11 +20,14 @@ setup: .venv/.installed   ## create .venv with torch and the package
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $@
 
+# One process per core and one thread each; a file's tests share what they prepare, so a process runs whole files.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile
+
 test: setup      ## the fast tests
-	$(PY) -m pytest
+	$(PYTEST)
 
 test-slow: setup ## every test, the long ones too
-	$(PY) -m pytest -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow"
 
 # The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with this CPU's vectors and with the shortest,
 # in a cache of their own; then their threads under ThreadSanitizer.

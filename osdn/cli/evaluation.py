@@ -33,7 +33,7 @@ def evaluate(
     ] = None,
     suite: Annotated[
         list[str],
-        typer.Option(help="Of ppl, recall, commonsense, retrieval, longbench, pg19 (all), and ruler."),
+        typer.Option(help="ppl, recall, commonsense, retrieval, longbench, pg19 (all); ruler; code_recall."),
     ] = ["all"],  # noqa: B006
     list_: Annotated[bool, typer.Option("--list", help="List what the suites need and exit.")] = False,
     data_dir: Annotated[Path | None, typer.Option(help="A mirror of the data sets.")] = None,

@@ -15,6 +15,7 @@ from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, TokenMixer
 from osdn.layers.mixers import GATES, check_lower_bound
 from osdn.layers.preconditioner import RULES, check_settings, for_strength
 from osdn.layers.updates import check_update
+from osdn.models.adapters import register_lora_targets
 from osdn.models.attention import FULL, SLIDING, AttentionConfig
 from osdn.ops import checks
 from osdn.ops.operators import check_backend
@@ -27,7 +28,7 @@ MIXERS: dict[str, type[TokenMixer]] = {
 
 # Beside every checkpoint, for those who have this package installed and load with `trust_remote_code=True`.
 REMOTE_CODE = "osdn_classes.py"
-REMOTE_CLASSES = {
+AUTO_CLASSES = {
     "AutoConfig": "OSDNConfig",
     "AutoModel": "OSDNModel",
     "AutoModelForCausalLM": "OSDNForCausalLM",
@@ -232,11 +233,11 @@ class OSDNConfig(PreTrainedConfig):
     ) -> None:
         """Save it, and beside it a file that finds the classes without an `import osdn` before it."""
         self.auto_map = {
-            auto: f"{REMOTE_CODE.removesuffix('.py')}.{name}" for auto, name in REMOTE_CLASSES.items()
+            auto: f"{REMOTE_CODE.removesuffix('.py')}.{name}" for auto, name in AUTO_CLASSES.items()
         }
         if not os.path.isfile(save_directory):  # which the next line refuses
             Path(save_directory).mkdir(parents=True, exist_ok=True)
-            names = ", ".join(sorted(REMOTE_CLASSES.values()))
+            names = ", ".join(sorted(AUTO_CLASSES.values()))
             (Path(save_directory) / REMOTE_CODE).write_text(f"from osdn import {names}  # pip install osdn\n")
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
@@ -265,9 +266,7 @@ class OSDNConfig(PreTrainedConfig):
         return None if self.attention is None else self.attention["window"]
 
     def to_dict(self) -> dict[str, Any]:
-        from osdn.models.registration import register_lora_targets
-
-        register_lora_targets()  # PEFT asks for this before it looks for the modules to adapt
+        register_lora_targets(self.model_type)  # PEFT asks for this before it looks for the modules to adapt
         content = super().to_dict()
         for name, usual in ADDED.items():
             if content.get(name) == usual:

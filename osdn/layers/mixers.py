@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from osdn.layers import decoding
 from osdn.layers.convolution import ShortConvolution
-from osdn.layers.linear import Linear
+from osdn.layers.linear import Linear, linears
 from osdn.layers.precision import GatedRMSNorm, l2_normalize, widen
 from osdn.layers.preconditioner import (
     OPERATORS,
@@ -106,7 +106,7 @@ class Recurrence(nn.Module):
         return OPERATORS[rule][1](q, k, v, beta, **preconditioner, **shared)
 
 
-class WriteGate(nn.Linear):
+class WriteGate(Linear):
     """The write strengths before their sigmoid; with `start`, a learned bias begins there."""
 
     def __init__(self, hidden_size: int, num_heads: int, start: float | None) -> None:
@@ -145,7 +145,7 @@ class TokenMixer(nn.Module):
     """
 
     has_decay = False
-    fuses = False  # whether `step_gates` says all that `log_decay` and `read_out` do
+    fuses = False  # whether `step_gates` covers all that `log_decay` and `read_out` do
     output_gate: str | None = None  # the activation of a gate on the output
     rates: tuple[float, float] = (0, 16)  # a decay's exp(A_log) starts as a uniform draw from this range
     preconditioner: Preconditioner | None
@@ -212,6 +212,7 @@ class TokenMixer(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         output_final_state: bool | None = None,
+        overwrite_state: bool = False,
     ) -> tuple[Tensor, MixerState | None]:
         """Mix the tokens of `x` `[B, T, D]`, causally.
 
@@ -221,6 +222,8 @@ class TokenMixer(nn.Module):
             cu_seqlens: `[N + 1]` boundaries of N sequences packed into one row (B is 1).
             output_final_state: whether to return the state that continues the sequences; None does if one
                 was given.
+            overwrite_state: whether the state's tensors may be written over, which saves a copy of it when
+                decoding; only the state that is returned is then valid.
 
         Returns:
             the outputs `[B, T, D]`, and the state or None.
@@ -228,7 +231,7 @@ class TokenMixer(nn.Module):
         if output_final_state is None:
             output_final_state = state is not None
         if state is not None and output_final_state and decoding.fused(self, x, cu_seqlens):
-            return decoding.step(self, x, state)
+            return decoding.step(self, x, state, overwrite_state)
         inputs, tails = self.operator_inputs(x, state, cu_seqlens, output_final_state)
         o, recurrent, scale = self.recurrence(inputs, output_final_state)
         if self.update is not None:
@@ -306,9 +309,13 @@ class TokenMixer(nn.Module):
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:  # [B, T, HV, V], [B, T, D]
         return self.o_norm(o)
 
-    def step_gates(self, x: Tensor) -> tuple[dict[str, Tensor], str | None]:
-        """Decay and output gate of a decoding step, as `StepInputs` has them, and the gate's activation."""
-        return {}, None
+    def gate_layers(self) -> tuple[nn.Module, ...]:
+        """The layers of the decay and the output gate that read the mixer's input."""
+        return ()
+
+    def step_gates(self, outputs: list[Tensor]) -> dict[str, Tensor]:
+        """Decay and output gate of a decoding step as `StepInputs` has them, from what `gate_layers` give."""
+        return {}
 
 
 class DeltaNet(TokenMixer):
@@ -325,7 +332,7 @@ class DeltaNet(TokenMixer):
 class DecayingMixer(TokenMixer):
     """A mixer whose state decays by `exp(-exp(A_log) * softplus(f(x) + dt_bias))`, as in Mamba 2.
 
-    `A_log` has one entry a head, `dt_bias` one for each output of the projection `f`.
+    `A_log` has one entry per head, `dt_bias` one for each output of the projection `f`.
     """
 
     has_decay = True
@@ -341,7 +348,8 @@ class DecayingMixer(TokenMixer):
         """Fresh values of `A_log` and `dt_bias`."""
         return first_decay(self.A_log.shape, self.dt_bias.shape, self.rates)
 
-    def _step_gates(self, decay: Tensor, gate: Tensor) -> dict[str, Tensor]:
+    def step_gates(self, outputs: list[Tensor]) -> dict[str, Tensor]:
+        decay, gate = outputs
         parameters = {"A_log": self.A_log.detach(), "dt_bias": self.dt_bias.detach()}
         return {"decay": decay, "gate": gate, **parameters}
 
@@ -387,8 +395,8 @@ class GatedDeltaNet(DecayingMixer):
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_norm(o, self.g_proj(x).unflatten(-1, o.shape[2:]))
 
-    def step_gates(self, x: Tensor) -> tuple[dict[str, Tensor], str | None]:
-        return self._step_gates(self.a_proj(x), self.g_proj(x)), self.output_gate
+    def gate_layers(self) -> tuple[nn.Module, ...]:
+        return self.a_proj, self.g_proj
 
 
 class KimiDeltaAttention(DecayingMixer):
@@ -428,8 +436,11 @@ class KimiDeltaAttention(DecayingMixer):
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_norm(o, self.g_proj(x).unflatten(-1, o.shape[2:]))
 
-    def step_gates(self, x: Tensor) -> tuple[dict[str, Tensor], str | None]:
-        return self._step_gates(self.f_proj(x), self.g_proj(x)), self.output_gate
+    def gate_layers(self) -> tuple[nn.Module, ...]:
+        return self.f_proj[0], self.g_proj[0]
+
+    def step_gates(self, outputs: list[Tensor]) -> dict[str, Tensor]:
+        return super().step_gates(linears([(self.f_proj[1], outputs[0]), (self.g_proj[1], outputs[1])]))
 
 
 def check_lower_bound(x: float | None) -> float | None:

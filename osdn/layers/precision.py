@@ -27,6 +27,9 @@ class RMSNorm(nn.RMSNorm):
     """PyTorch's, for weights in float32 and inputs in half precision too, as they meet under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
+        # In training a forward that is recomputed with gradients must give the same.
+        if self.eps is not None and not self.training and not torch.is_grad_enabled() and usable(x):
+            return gated_rms_norm(x, self.weight, eps=self.eps)
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 

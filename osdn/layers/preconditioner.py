@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osdn import ops
+from osdn.layers.linear import Linear
 from osdn.layers.precision import widen
 from osdn.ops import checks
 
@@ -49,7 +50,7 @@ class PreconditionerConfig:
         eta: step size of the online gradient.
         bounds: the box the scale is projected into after every token; None leaves it free.
         retention: what the scale keeps of itself at each token: None (all of it), a number in (0, 1],
-            "learned" (a gate a token and head), "learned_per_channel" (and key channel), or "tied" (the decay
+            "learned" (a gate per token and head), "learned_per_channel" (and key channel), or "tied" (the decay
             of the layer's own state).
         initial_scale: None (ones), or a learned one: "projected" into the bounds, or "free" of them.
         beta_aware: whether the inner loss sees the write strength `beta`.
@@ -185,7 +186,7 @@ def for_strength(settings: Settings | Mapping[str, Any], strongest: float) -> Se
     return made
 
 
-class Retention(nn.Linear):
+class Retention(Linear):
     """A learned retention before its sigmoid; it starts at 0.999 for every token, whatever the input."""
 
     def reset_parameters(self) -> None:

@@ -61,12 +61,13 @@ class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
                     if states[i] is not None and states[i].is_inference():  # which nothing may change now
                         states[i] = states[i].clone()
         for i, x in enumerate((state.recurrent, state.scale)):
-            if x is not None:
+            if x is not None and x is not self.recurrent_states[i]:  # unless it was moved on where it lies
                 self.update_recurrent_state(x.detach(), i)
         for i, x in enumerate((state.q_tail, state.k_tail, state.v_tail)):
             if not self.is_conv_states_initialized[i]:
                 self.lazy_initialization(conv_states=x, state_idx=i)
-            self.conv_states[i].copy_(x.detach())
+            if x is not self.conv_states[i]:
+                self.conv_states[i].copy_(x.detach())
             self.has_previous_state[i] = True
 
     def _record(self, inputs: Tensor, batch: int) -> None:

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
-from osdn.layers.linear import Linear
+from osdn.layers.linear import Linear, linears
 from osdn.layers.mixers import DecayingMixer, WriteGate
 from osdn.layers.precision import RMSNorm, widen
 from osdn.layers.preconditioner import PGDNPreconditioner, Preconditioner, Retention
@@ -43,7 +43,8 @@ class OSDNMLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = linears([(self.gate_proj, x), (self.up_proj, x)])
+        return self.down_proj(F.silu(gate) * up)
 
 
 class OSDNBlock(GradientCheckpointingLayer):
@@ -87,7 +88,9 @@ class OSDNBlock(GradientCheckpointingLayer):
         padding = layout is not None and layout.padding is not None
         if padding and state is not None:
             state = state.map(lambda x: torch.cat([x, torch.zeros_like(x[:1])]))
-        mixed, state = self.attn(x, state, cu_seqlens=cu_seqlens, output_final_state=True)
+        # A cache that records its past needs the state as it was.
+        own = {"overwrite_state": True} if state is not None and not cache.record_past else {}
+        mixed, state = self.attn(x, state, cu_seqlens=cu_seqlens, output_final_state=True, **own)
         cache.update(state.map(lambda x: x[:-1]) if padding else state, x)
         return mixed if unread is None else mixed[:, unread.shape[1] :]
 

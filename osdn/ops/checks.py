@@ -52,6 +52,19 @@ class Phase1(NamedTuple):
     center: Tensor | None  # [HV], of `Squash` alone
 
 
+class Phase2(NamedTuple):
+    """The delta rule's inputs; queries, keys and values share a dtype, and H divides HV."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    beta: Tensor  # [B, T, HV]
+    log_decay: Tensor | None  # [B, T, HV] or [B, T, HV, K]
+    initial_state: Tensor | None  # [N, HV, K, V]
+    scale: float  # of the output
+    cu_seqlens: Tensor | None  # [N + 1]
+
+
 def state_shape(rule: Rule, K: int) -> tuple[int, ...]:
     """Of one sequence and head."""
     return (K // rule.block_size, rule.block_size, rule.block_size) if isinstance(rule, Newton) else (K,)
@@ -67,7 +80,7 @@ def first_state(rule: Rule, like: Tensor, N: int, HV: int, K: int) -> Tensor:
 
 
 def dense(name: str, x: Any, layout: str) -> None:
-    """`x` is a tensor with one stride a dimension; `layout` is the shape it should have, in words."""
+    """`x` is a tensor with one stride per dimension; `layout` is the shape it should have, in words."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {layout}, got {type(x).__name__}")
     if x.layout != torch.strided or x.is_nested:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from osdn.ops import watched
-from osdn.ops.checks import Newton, Phase1, Rule, Scaling, Squash, boundaries, first_state
+from osdn.ops.checks import Newton, Phase1, Phase2, Rule, Scaling, Squash, boundaries, first_state
 
 CHUNK = 64  # tokens at most; a power of two
 
@@ -117,29 +117,19 @@ def _rule(rule: Rule, k: Tensor, gate: Tensor) -> tuple[Advance, tuple[Tensor, .
     return scale, (k2, direction, eta * b, eta * b.square())
 
 
-def delta_rule(
-    q: Tensor,  # [B, T, H, K]
-    k: Tensor,  # [B, T, H, K]
-    v: Tensor,  # [B, T, HV, V]
-    beta: Tensor,  # [B, T, HV]
-    write_keys: Tensor | None,  # [B, T, HV, K]
-    log_decay: Tensor | None,  # [B, T, HV] or [B, T, HV, K]
-    initial_state: Tensor | None,  # [N, HV, K, V]
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def delta_rule(x: Phase2, write_keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Phase 2.  Only the scan over the states between chunks is sequential; the rest is one batch."""
-    with _full_precision(v.device):
-        chunks = Chunks(v, cu_seqlens, heads=v.shape[2], size=_chunk_size(k.shape[3]))
-        q, k, v, beta = (chunks.split(x) for x in (q, k, v, beta))  # [M, C, ·], M = chunks * HV
+    with _full_precision(x.v.device):
+        chunks = Chunks(x.v, x.cu_seqlens, heads=x.v.shape[2], size=_chunk_size(x.k.shape[3]))
+        q, k, v, beta = (chunks.split(y) for y in (x.q, x.k, x.v, x.beta))  # [M, C, ·], M = chunks * HV
         w = k if write_keys is None else chunks.split(write_keys)
-        g = None if log_decay is None else chunks.split(log_decay)  # [M, C, 1 or K]
+        g = None if x.log_decay is None else chunks.split(x.log_decay)  # [M, C, 1 or K]
         sick = _sick(k, v, beta, w, g)
         poison: Iterable[tuple[Tensor, Tensor] | None] = repeat(None)
         if sick is not None:  # such tokens do nothing, and their results are replaced
             not_a_number = _not_a_number(sick, q, k, v, beta, w, g)  # [M, C, 1]
             poison = zip(chunks.by_step(sick[:, -1:]), chunks.by_step(not_a_number.sum(1, keepdim=True)))
-            k, v, beta, w = (x.masked_fill(sick, 0) for x in (k, v, beta, w))
+            k, v, beta, w = (y.masked_fill(sick, 0) for y in (k, v, beta, w))
             g = None if g is None else g.masked_fill(sick, 0)
 
         scores, gram = _products(q, k, w, g)  # [M, C, C]
@@ -148,9 +138,9 @@ def delta_rule(
             since_start, until_end = g.cumsum(1).exp(), _sum_after(g).exp()
             q, k, w = since_start * q, since_start * k, until_end * w
             decay = chunks.by_step(since_start[:, -1, :, None])  # [M, 1 or K, 1]
-        steps = (chunks.by_step(x) for x in (q, k, v, beta, w.mT, beta * gram, scores.tril()))
+        steps = (chunks.by_step(y) for y in (q, k, v, beta, w.mT, beta * gram, scores.tril()))
 
-        S = initial_state
+        S = x.initial_state
         S = chunks.enter(v.new_zeros(chunks.N, chunks.H, k.shape[2], v.shape[2]) if S is None else S)
         outputs: list[Tensor] = []
         finished: list[Tensor] = []
@@ -158,7 +148,7 @@ def delta_rule(
             S = chunks.running(S, len(v_s), finished)
             error = torch.baddbmm(v_s, k_s, S, alpha=-1)  # of the state the chunk starts from
             u = torch.linalg.solve_triangular(gram_s, beta_s * error, upper=False, unitriangular=True)
-            outputs.append(torch.baddbmm(q_s @ S, scores_s, u, beta=scale, alpha=scale))
+            outputs.append(torch.baddbmm(q_s @ S, scores_s, u, beta=x.scale, alpha=x.scale))
             S = torch.baddbmm(S if decay_s is None else decay_s * S, w_s, u)
             if poison_s is not None:
                 sick_s, not_a_number_s = poison_s

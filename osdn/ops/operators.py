@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from osdn.ops import checks, chunkwise, cpu, reference, triton, watched
-from osdn.ops.checks import Phase1, Rule
+from osdn.ops.checks import Phase1, Phase2, Rule
 from osdn.ops.cpu.binding import HALVES
 
 BACKENDS: dict[str, ModuleType] = {
@@ -188,21 +188,12 @@ def delta_rule(
         outputs `[B, T, HV, V]` in v's dtype, and the final state `[N, HV, K, V]` in float32 (float64 for
         float64 inputs) or None.
     """
-    B, T, HV, K, _ = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
     checks.flag("output_final_state", output_final_state)
+    x, module = _phase2(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend)
     if write_keys is not None:
-        checks.tensor("write_keys", write_keys, (B, T, HV, K), "[B, T, HV, K]", k.device)
-    module = _select(backend, k)
-    dtype = _compute_dtype(k)
-    o, final_state = module.delta_rule(
-        *(_operand(x, module, k) for x in (q, k, v)),
-        _cast(beta, dtype),
-        None if write_keys is None else _operand(write_keys, module, k),
-        _log_decay(log_decay, (B, T, HV, K), k.device, dtype),
-        None if initial_state is None else _cast(initial_state, dtype),
-        _output_scale(scale, K),
-        cu_seqlens,
-    )
+        checks.tensor("write_keys", write_keys, (*beta.shape, k.shape[3]), "[B, T, HV, K]", k.device)
+        write_keys = _operand(write_keys, module, k)
+    o, final_state = module.delta_rule(x, write_keys)
     return _cast(o, v.dtype), final_state if output_final_state else None
 
 
@@ -235,11 +226,10 @@ def online_scaled_delta_rule(
     >>> o.shape, state.shape, scale.shape
     (torch.Size([2, 5, 4, 8]), torch.Size([2, 4, 8, 8]), torch.Size([2, 4, 8]))
     """
-    settings = checks.scaling(eta, bounds, beta_aware, eps)
-    return _both_phases(
-        settings, q, k, v, beta, {"beta": beta}, retention, {"initial_scale": initial_scale}, None,
-        log_decay, scale, initial_state, output_final_state, cu_seqlens, backend,
-    )  # fmt: skip
+    rule = checks.scaling(eta, bounds, beta_aware, eps)
+    x, module = _phase2(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend)
+    phase1 = _phase1(rule, k, {"beta": beta}, retention, {"initial_scale": initial_scale}, None, cu_seqlens)
+    return _both_phases(module, x, phase1, v.dtype, output_final_state)
 
 
 def newton_delta_rule(
@@ -264,11 +254,12 @@ def newton_delta_rule(
     The arguments are those of the two functions.  Returns the outputs, the final state (None unless asked
     for) and the final covariance.
     """
-    settings = checks.newton(prior, block_size, checks.keys(k)[3])
-    return _both_phases(
-        settings, q, k, v, beta, {"beta": beta}, retention, {"initial_covariance": initial_covariance}, None,
-        log_decay, scale, initial_state, output_final_state, cu_seqlens, backend,
-    )  # fmt: skip
+    rule = checks.newton(prior, block_size, checks.keys(k)[3])
+    x, module = _phase2(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend)
+    phase1 = _phase1(
+        rule, k, {"beta": beta}, retention, {"initial_covariance": initial_covariance}, None, cu_seqlens
+    )
+    return _both_phases(module, x, phase1, v.dtype, output_final_state)
 
 
 def pgdn_delta_rule(
@@ -295,11 +286,11 @@ def pgdn_delta_rule(
     The arguments are those of the two functions.  Returns the outputs, the final state (None unless asked
     for) and the final Gram diagonal.
     """
-    settings = checks.squash(squash, eps)
-    return _both_phases(
-        settings, q, k, v, beta, {"gain": gain}, retention, {"initial_gram": initial_gram}, center,
-        log_decay, scale, initial_state, output_final_state, cu_seqlens, backend,
-    )  # fmt: skip
+    rule = checks.squash(squash, eps)
+    x, module = _phase2(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend)
+    checks.tensor("gain", gain, tuple(beta.shape), "[B, T, HV]", k.device)
+    phase1 = _phase1(rule, k, {"gain": gain}, retention, {"initial_gram": initial_gram}, center, cu_seqlens)
+    return _both_phases(module, x, phase1, v.dtype, output_final_state)
 
 
 def _write_keys(
@@ -313,79 +304,87 @@ def _write_keys(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Phase 1 by any rule."""
-    B, T, H, K = checks.keys(k)
-    ((name, x),) = gate.items()
-    HV = checks.value_heads(name, x, 3, "[B, T, HV]", H)
-    checks.tensor(name, x, (B, T, HV), "[B, T, HV]", k.device)
-    N = checks.sequence_count(cu_seqlens, B)
-    phase1 = _phase1(rule, k, gate, retention, initial, center, (B, T, HV, K), N)
+    phase1 = _phase1(rule, k, gate, retention, initial, center, cu_seqlens)
     module = _select(backend, k)
     w, final = module.precondition_keys(_operand(k, module, k), phase1, cu_seqlens)
     return _cast(w, k.dtype), final
 
 
 def _both_phases(
-    rule: Rule,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gate: dict[str, Any],
-    retention: Any,
-    initial: dict[str, Any],
-    center: Any,
-    log_decay: Any,
-    scale: Any,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    backend: str,
+    module: ModuleType, x: Phase2, phase1: Phase1, dtype: torch.dtype, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Phase 1 by any rule, and phase 2."""
-    B, T, HV, K, N = _check_delta_rule(q, k, v, beta, initial_state, cu_seqlens)
     checks.flag("output_final_state", output_final_state)
-    module = _select(backend, k)
-    dtype = _compute_dtype(k)
-    phase1 = _phase1(rule, k, gate, retention, initial, center, (B, T, HV, K), N)
-    log_decay = _log_decay(log_decay, (B, T, HV, K), k.device, dtype)
-    initial_state = None if initial_state is None else _cast(initial_state, dtype)
-    factor = _output_scale(scale, K)
-    out_dtype = v.dtype
-    q, k, v = (_operand(x, module, k) for x in (q, k, v))
-    beta = _cast(beta, dtype)
     if hasattr(module, "preconditioned_delta_rule"):
-        o, final_state, final = module.preconditioned_delta_rule(
-            q, k, v, beta, phase1, log_decay, initial_state, factor, cu_seqlens
-        )
+        o, final_state, final = module.preconditioned_delta_rule(x, phase1)
     else:
-        w, final = module.precondition_keys(k, phase1, cu_seqlens)
-        o, final_state = module.delta_rule(q, k, v, beta, w, log_decay, initial_state, factor, cu_seqlens)
-    return _cast(o, out_dtype), final_state if output_final_state else None, final
+        w, final = module.precondition_keys(x.k, phase1, x.cu_seqlens)
+        o, final_state = module.delta_rule(x, w)
+    return _cast(o, dtype), final_state if output_final_state else None, final
 
 
 def _phase1(
     rule: Rule,
     k: Tensor,
-    gate: dict[str, Any],
+    gate: dict[str, Any],  # one entry: its name and the tensor
     retention: Any,
     initial: dict[str, Any],
     center: Any,
-    shape: tuple[int, int, int, int],
-    N: int,
+    cu_seqlens: Tensor | None,
 ) -> Phase1:
     """What a backend is given of phase 1, checked and in one dtype."""
-    (B, T, HV, K), dtype = shape, _compute_dtype(k)
+    B, T, H, K = checks.keys(k)
     ((name, x),) = gate.items()
+    HV = checks.value_heads(name, x, 3, "[B, T, HV]", H)
     checks.tensor(name, x, (B, T, HV), "[B, T, HV]", k.device)
-    newton = isinstance(rule, checks.Newton)
-    per_block = (B, T, HV, K // rule.block_size) if isinstance(rule, checks.Newton) else shape
+    N, dtype = checks.sequence_count(cu_seqlens, B), _compute_dtype(k)
+    shape, channels, most = (B, T, HV, K), "K", None
+    if isinstance(rule, checks.Newton):
+        shape, channels, most = (B, T, HV, K // rule.block_size), "K / b", 1
     return Phase1(
         rule,
         _cast(x, dtype),
-        _retention(retention, per_block, k.device, dtype, "K / b" if newton else "K", 1 if newton else None),
+        _retention(retention, shape, k.device, dtype, channels, most),
         _initial(rule, initial, (N, HV, K), k.device, dtype),
         _center(center, HV, k.device, dtype) if isinstance(rule, checks.Squash) else None,
     )
+
+
+def _phase2(
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any,
+    log_decay: Any,
+    scale: Any,
+    initial_state: Any,
+    cu_seqlens: Any,
+    backend: str,
+) -> tuple[Phase2, ModuleType]:
+    """What a backend is given of phase 2, checked and in its dtypes, and that backend."""
+    B, T, H, K = checks.keys(k)
+    checks.tensor("q", q, (B, T, H, K), "[B, T, H, K]", k.device)
+    HV = checks.value_heads("v", v, 4, "[B, T, HV, V]", H)
+    V = v.shape[3]
+    if V < 1:
+        raise ValueError(f"v has shape {list(v.shape)}; it needs at least one channel")
+    checks.tensor("v", v, (B, T, HV, V), "[B, T, HV, V]", k.device)
+    checks.same_dtype(q=q, k=k, v=v)
+    checks.tensor("beta", beta, (B, T, HV), "[B, T, HV]", k.device)
+    N = checks.sequence_count(cu_seqlens, B)
+    if initial_state is not None:
+        checks.tensor("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V]", k.device)
+    module, dtype = _select(backend, k), _compute_dtype(k)
+    inputs = Phase2(
+        q=_operand(q, module, k),
+        k=_operand(k, module, k),
+        v=_operand(v, module, k),
+        beta=_cast(beta, dtype),
+        log_decay=_log_decay(log_decay, (B, T, HV, K), k.device, dtype),
+        initial_state=None if initial_state is None else _cast(initial_state, dtype),
+        scale=K**-0.5 if scale is None else checks.number("scale", scale),
+        cu_seqlens=cu_seqlens,
+    )
+    return inputs, module
 
 
 def check_backend(backend: Any) -> None:
@@ -445,29 +444,6 @@ def _operand(x: Tensor, module: ModuleType, k: Tensor) -> Tensor:
     if module is cpu and x.dtype in HALVES and k.dtype != torch.float64:
         return x
     return _cast(x, _compute_dtype(k))
-
-
-def _output_scale(scale: Any, K: int) -> float:
-    return K**-0.5 if scale is None else checks.number("scale", scale)
-
-
-def _check_delta_rule(
-    q: Any, k: Any, v: Any, beta: Any, initial_state: Any, cu_seqlens: Any
-) -> tuple[int, int, int, int, int]:
-    """The sizes (B, T, HV, K, N), once the tensors agree on them."""
-    B, T, H, K = checks.keys(k)
-    checks.tensor("q", q, (B, T, H, K), "[B, T, H, K]", k.device)
-    HV = checks.value_heads("v", v, 4, "[B, T, HV, V]", H)
-    V = v.shape[3]
-    if V < 1:
-        raise ValueError(f"v has shape {list(v.shape)}; it needs at least one channel")
-    checks.tensor("v", v, (B, T, HV, V), "[B, T, HV, V]", k.device)
-    checks.same_dtype(q=q, k=k, v=v)
-    checks.tensor("beta", beta, (B, T, HV), "[B, T, HV]", k.device)
-    N = checks.sequence_count(cu_seqlens, B)
-    if initial_state is not None:
-        checks.tensor("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V]", k.device)
-    return B, T, HV, K, N
 
 
 def _log_decay(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor | None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from osdn.ops.checks import Newton, Phase1, Scaling, Squash, boundaries, first_state
+from osdn.ops.checks import Newton, Phase1, Phase2, Scaling, Squash, boundaries, first_state
 
 
 def scan_scale(
@@ -135,26 +135,16 @@ def _scan(k: Tensor, phase1: Phase1) -> tuple[Tensor, Tensor]:
     return scan_gram(k, gate, retention, state, rule, center)
 
 
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    write_keys: Tensor | None,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    q, k = _per_value_head(q, v.shape[2]), _per_value_head(k, v.shape[2])
+def delta_rule(x: Phase2, write_keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    v, beta, g, scale, cu_seqlens = x.v, x.beta, x.log_decay, x.scale, x.cu_seqlens
+    q, k = _per_value_head(x.q, v.shape[2]), _per_value_head(x.k, v.shape[2])
     w = k if write_keys is None else write_keys
-    S = initial_state
+    S = x.initial_state
     if S is None:
         N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
         S = v.new_zeros(N, *k.shape[2:], v.shape[3])
     if cu_seqlens is None:
-        return scan_state(q, k, v, beta, w, log_decay, S, scale)
-    g = log_decay
+        return scan_state(q, k, v, beta, w, g, S, scale)
     pieces = [
         scan_state(q[:, s], k[:, s], v[:, s], beta[:, s], w[:, s], None if g is None else g[:, s], S_n, scale)
         for s, S_n in zip(_slices(cu_seqlens, k.shape[1]), S.split(1))

@@ -119,6 +119,32 @@ def test_a_state_given_is_left_as_it_was():
     assert all(torch.equal(a, b) for a, b in zip(state, before))
 
 
+@every_variant
+@torch.no_grad()
+def test_a_state_may_be_moved_on_where_it_lies(variant):
+    mixer, x = make(variant, torch.bfloat16)
+    _, state = mixer(x, output_final_state=True)
+    kept = state.map(torch.clone)
+    for t in range(STEPS):
+        want, kept = mixer(x[:, t : t + 1], kept)
+        got, moved = mixer(x[:, t : t + 1], state, overwrite_state=True)
+        assert all(a is b for a, b in zip(moved, state))
+        assert torch.equal(got, want)
+    assert all(torch.equal(a, b) for a, b in zip(state, kept) if a is not None)
+
+
+@torch.no_grad()
+def test_a_scattered_state_is_copied():
+    mixer, x = make("osdn", torch.float32)
+    _, state = mixer(x, output_final_state=True)
+    scattered = state.map(lambda s: torch.stack([s, s], -1)[..., 0])
+    want, _ = mixer(x[:, :1], state)
+    got, after = mixer(x[:, :1], scattered, overwrite_state=True)
+    assert torch.equal(got, want)
+    assert torch.equal(scattered.recurrent, state.recurrent)
+    assert after.recurrent is not scattered.recurrent
+
+
 @torch.no_grad()
 def test_a_state_of_another_precision_is_continued():
     mixer, x = make("osdn", torch.bfloat16)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from osdn.layers import linear
-from osdn.layers.linear import Linear
+from osdn.layers.linear import Linear, linears
 
 
 @pytest.fixture
@@ -47,3 +47,65 @@ def test_everything_else_is_pytorch_s_product(calls):
             assert layer(x).dtype == torch.bfloat16
         torch.compile(layer, backend="eager", fullgraph=True)(x)
     assert calls == []
+
+
+@pytest.fixture
+def joint_calls(monkeypatch):
+    """How many products each call of `row_products` had."""
+    seen, original = [], linear.row_products
+
+    def count(products):
+        seen.append(len(products))
+        return original(products)
+
+    monkeypatch.setattr(linear, "row_products", count)
+    return seen
+
+
+@torch.no_grad()
+def test_several_layers_are_one_call(joint_calls):
+    x, narrow = torch.randn(2, 1, 64), torch.randn(2, 1, 8)
+    layers = [Linear(64, 96, bias=False), Linear(64, 4), Linear(8, 33)]
+    inputs = [x, x, narrow]
+    outputs = linears(list(zip(layers, inputs)))
+    assert joint_calls == [3]
+    for layer, given, got in zip(layers, inputs, outputs):
+        torch.testing.assert_close(got, nn.functional.linear(given, layer.weight, layer.bias))
+
+
+class Doubled(Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nn.Linear(64, 4),
+        nn.Sequential(Linear(64, 4)),
+        Doubled(64, 4),
+        Linear(64, 4),  # with a hook
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+@torch.no_grad()
+def test_a_layer_that_is_not_plain_is_called(joint_calls, other):
+    x, first = torch.randn(1, 64), Linear(64, 96)
+    if type(other) is Linear:
+        other.register_forward_hook(lambda module, args, y: y + 1)
+    got = linears([(first, x), (other, x)])
+    assert joint_calls == []
+    torch.testing.assert_close(got[0], first(x))
+    torch.testing.assert_close(got[1], other(x))
+
+
+def test_gradients_and_many_rows_are_pytorch_s(joint_calls):
+    layers = [Linear(64, 96), Linear(64, 4)]
+    x = torch.randn(1, 64)
+    sum(y.sum() for y in linears([(layer, x) for layer in layers])).backward()
+    assert all(layer.weight.grad is not None for layer in layers)
+    with torch.no_grad():
+        linears([(layer, torch.randn(5, 64)) for layer in layers])
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            linears([(layer, torch.randn(1, 63)) for layer in layers])
+    assert joint_calls == []

@@ -42,27 +42,59 @@ struct Answer {
 
     Answer(const Inputs& x, int64_t rule, int64_t block, int64_t threads) {
         Call call = {};
-        call.q = x.q.data(), call.k = x.k.data(), call.v = x.v.data(), call.beta = x.beta.data();
-        call.log_decay = x.log_decay.data(), call.retention = x.retention.data();
+        call.q = x.q.data();
+        call.k = x.k.data();
+        call.v = x.v.data();
+        call.beta = x.beta.data();
+        call.log_decay = x.log_decay.data();
+        call.retention = x.retention.data();
         if (rule != NEWTON) call.initial_scale = x.initial_scale.data();  // not symmetric
-        call.initial_state = x.initial_state.data(), call.cu_seqlens = CUTS;
-        if (rule == SQUASH) call.gain = x.gain.data(), call.center = x.center.data();
-        call.out = out.data(), call.final_state = final_state.data(), call.final_scale = final_scale.data();
-        call.errors = errors.data(), call.state_checkpoints = state_checkpoints.data();
+        call.initial_state = x.initial_state.data();
+        call.cu_seqlens = CUTS;
+        if (rule == SQUASH) {
+            call.gain = x.gain.data();
+            call.center = x.center.data();
+        }
+        call.out = out.data();
+        call.final_state = final_state.data();
+        call.final_scale = final_scale.data();
+        call.errors = errors.data();
+        call.state_checkpoints = state_checkpoints.data();
         call.scale_checkpoints = scale_checkpoints.data();
-        call.N = N, call.T = T, call.H = H, call.HV = HV, call.K = K, call.V = V;
-        call.decay_kind = call.retention_kind = 2, call.beta_aware = 1, call.threads = threads;
-        call.rule = rule, call.block = block, call.prior = 1, call.log_squash = 0.4;
-        call.eta = 0.1, call.low = 0.5, call.high = 2, call.eps = 1e-6, call.scale = 0.2;
+        call.N = N;
+        call.T = T;
+        call.H = H;
+        call.HV = HV;
+        call.K = K;
+        call.V = V;
+        call.decay_kind = call.retention_kind = 2;
+        call.beta_aware = 1;
+        call.threads = threads;
+        call.rule = rule;
+        call.block = block;
+        call.prior = 1;
+        call.log_squash = 0.4;
+        call.eta = 0.1;
+        call.low = 0.5;
+        call.high = 2;
+        call.eps = 1e-6;
+        call.scale = 0.2;
         osdn_forward(&call);
 
-        call.grad_out = x.grad_out.data(), call.grad_final_state = x.grad_final_state.data();
+        call.grad_out = x.grad_out.data();
+        call.grad_final_state = x.grad_final_state.data();
         call.grad_final_scale = x.grad_final_scale.data();
-        call.grad_q = grad_q.data(), call.grad_k = grad_k.data(), call.grad_v = grad_v.data();
-        call.grad_beta = grad_beta.data(), call.grad_log_decay = grad_log_decay.data();
+        call.grad_q = grad_q.data();
+        call.grad_k = grad_k.data();
+        call.grad_v = grad_v.data();
+        call.grad_beta = grad_beta.data();
+        call.grad_log_decay = grad_log_decay.data();
         call.grad_retention = grad_retention.data();
         if (call.initial_scale) call.grad_initial_scale = grad_initial_scale.data();
-        if (rule == SQUASH) call.grad_gain = grad_gain.data(), call.grad_center = grad_center.data();
+        if (rule == SQUASH) {
+            call.grad_gain = grad_gain.data();
+            call.grad_center = grad_center.data();
+        }
         call.grad_initial_state = grad_initial_state.data();
         osdn_backward(&call);
 

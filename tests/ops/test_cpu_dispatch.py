@@ -19,7 +19,6 @@ from osdn.ops import (
     pgdn_delta_rule,
     precondition_keys,
 )
-from osdn.ops.cpu.build import library
 from tests.ops.problems import BOTH, Config, make
 
 pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="needs a C++ compiler")
@@ -106,14 +105,13 @@ def test_one_huge_call_does_not_keep_its_memory() -> None:
 
 
 def test_a_field_out_of_place_is_noticed_when_the_library_is_loaded(monkeypatch) -> None:
-    compiled = library("float")
-    cpu._check_layout(compiled)
+    cpu._kernels.__wrapped__(torch.float32)
     for field in ("POINTERS", "INTEGERS", "NUMBERS"):
         with monkeypatch.context() as patch:
             first, second, *rest = getattr(cpu, field)
             patch.setattr(cpu, field, (second, first, *rest))
             with pytest.raises(RuntimeError, match="differ"):
-                cpu._check_layout(compiled)
+                cpu._kernels.__wrapped__(torch.float32)
 
 
 def check_operators(settings: dict[str, Any], operator: Callable[..., Any], numbers: cpu.Numbers) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from torch.nn import functional as F
 
 from osdn.ops import available_backends
-from osdn.ops.cpu.row_product import MOST_ROWS, row_product, usable
+from osdn.ops.cpu.row_product import MOST_ROWS, Product, row_product, row_products, usable
 from tests.ops.problems import relative_error, threads
 
 pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="no C++ compiler here")
@@ -107,3 +107,14 @@ def test_the_operator_is_what_pytorch_expects_of_one():
     torch.library.opcheck(torch.ops.osdn.cpu_row_product, (x, weight, bias))
     graph = torch.compile(row_product, fullgraph=True, backend="aot_eager")
     assert torch.equal(graph(x, weight, bias), row_product(x, weight, bias))
+
+
+@every_dtype
+def test_several_products_in_one_call_are_each_alone(dtype):
+    shapes = [((3,), 519, 1093), ((3,), 7, 1093), ((3,), 260, 64), ((3,), 1, 5)]
+    products = [Product(*problem(*shape, i % 2 == 0, dtype)) for i, shape in enumerate(shapes)]
+    products.insert(1, Product(products[0].x, problem((3,), 40, 1093, True, dtype)[1]))  # shares its input
+    with threads(2):
+        together = row_products(products)
+    for product, got in zip(products, together):
+        assert torch.equal(got, row_product(*product))

@@ -5,9 +5,7 @@ implementation and a registered backward, so that autograd and `torch.compile` s
 is watching, as in decoding, the kernel is called directly.
 """
 
-import ctypes
 import math
-import re
 import struct
 import warnings
 from collections.abc import Callable, Iterable
@@ -18,9 +16,9 @@ import torch
 from torch import Tensor
 
 from osdn.ops import checks, watched
-from osdn.ops.checks import Newton, Phase1, Squash
-from osdn.ops.cpu.binding import element, wide
-from osdn.ops.cpu.build import BuildError, library
+from osdn.ops.checks import Newton, Phase1, Phase2, Squash
+from osdn.ops.cpu.binding import Kernel, bind, call, element, wide
+from osdn.ops.cpu.build import BuildError
 
 SPAN = 64  # tokens between two checkpoints, as in kernels.cpp
 
@@ -61,24 +59,10 @@ def compiled(dtype: torch.dtype = torch.float32) -> bool:
 
 
 @cache
-def _kernels(dtype: torch.dtype) -> dict[str, Callable[[bytes], int]]:
-    compiled = library("double" if dtype == torch.float64 else "float")
-    _check_layout(compiled)
-    functions = {}
-    for name in ("forward", "backward", "precondition", "precondition_back"):
-        function = getattr(compiled, f"osdn_{name}")
-        function.argtypes = [ctypes.c_char_p]
-        functions[name] = function
-    return functions
-
-
-def _check_layout(compiled: ctypes.CDLL) -> None:
-    """A call is packed as the library reads it; a field out of place would be a wild pointer."""
-    size = ctypes.c_int64.in_dll(compiled, "osdn_call_size").value
-    declaration = ctypes.c_char_p(ctypes.addressof(ctypes.c_char.in_dll(compiled, "osdn_call"))).value
-    fields = re.findall(r"(\w+)\s*[,;]", (declaration or b"").decode())
-    if (size, fields) != (CALL.size, [*POINTERS, *INTEGERS, *NUMBERS]):
-        raise RuntimeError("struct Call in osdn/ops/cpu/heads.h and the fields in osdn/ops/cpu differ")
+def _kernels(dtype: torch.dtype) -> dict[str, Kernel]:
+    names = ("forward", "backward", "precondition", "precondition_back")
+    fields = (*POINTERS, *INTEGERS, *NUMBERS)
+    return dict(zip(names, bind(dtype, "osdn", fields, CALL.size, [f"osdn_{name}" for name in names])))
 
 
 class Numbers(NamedTuple):
@@ -132,9 +116,8 @@ def _run(
     integers = (int(rule), int(block), int(beta_aware), torch.get_num_threads())
     pointers = [given[name].data_ptr() if name in given else 0 for name in POINTERS]
     elements = [element(given.get(name, k).dtype) for name in ("k", "write_keys", "grad_k")]
-    call = CALL.pack(*pointers, N, T, H, HV, K, V, *kinds, *integers, *elements, *reals)
-    if _kernels(wide(k.dtype))[kernel](call):
-        raise MemoryError("out of memory in osdn's CPU kernels")
+    packed = CALL.pack(*pointers, N, T, H, HV, K, V, *kinds, *integers, *elements, *reals)
+    call(_kernels(wide(k.dtype))[kernel], packed)
 
 
 def _kind(x: Tensor | None) -> int:
@@ -330,37 +313,19 @@ def _call(operator: Any, plain: Callable[..., list[Tensor]], *arguments: Any) ->
     return plain(*arguments, False)
 
 
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    write_keys: Tensor | None,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    tensors = (q, k, v, beta, write_keys, log_decay, None, None, initial_state, None, None, cu_seqlens)
-    o, final_state, *_ = _call(_delta_rule, _forward, *tensors, list(Numbers(scale=scale)))
+def delta_rule(x: Phase2, write_keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    tensors = (x.q, x.k, x.v, x.beta, write_keys, x.log_decay, None, None, x.initial_state, None, None)
+    o, final_state, *_ = _call(_delta_rule, _forward, *tensors, x.cu_seqlens, list(Numbers(scale=x.scale)))
     return o, final_state
 
 
-def preconditioned_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    phase1: Phase1,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def preconditioned_delta_rule(x: Phase2, phase1: Phase1) -> tuple[Tensor, Tensor, Tensor]:
     r, initial, gain = _tensors(phase1)
-    tensors = (q, k, v, beta, None, log_decay, r, initial, initial_state, gain, phase1.center, cu_seqlens)
-    o, final_state, final, *_ = _call(_delta_rule, _forward, *tensors, _numbers(phase1, scale))
-    return o, final_state, _shaped(final, phase1, k.shape[3])
+    tensors = (x.q, x.k, x.v, x.beta, None, x.log_decay, r, initial, x.initial_state, gain, phase1.center)
+    o, final_state, final, *_ = _call(
+        _delta_rule, _forward, *tensors, x.cu_seqlens, _numbers(phase1, x.scale)
+    )
+    return o, final_state, _shaped(final, phase1, x.k.shape[3])
 
 
 def _tensors(phase1: Phase1) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -9,6 +9,9 @@ namespace {
 template <class R>
 struct BackwardSpan {
     static constexpr int C = W<R>, TILES = (SPAN + C - 1) / C;
+    enum Row { KEY, QUERY, WRITE, ROWS };        // what a tile has of each token, k̂, q̂ and ŵ: gradients in this order
+    enum Score { A, Q, SCORES };                 // of two tokens
+    enum Value { READ, OUTPUT, ERROR, VALUES };  // gradients dp of reads and do of outputs; e, and at last dv instead
     const Head<R>& head;
     int64_t t = 0;
     int count = 0;
@@ -19,14 +22,15 @@ struct BackwardSpan {
     R *keys, *queries, *writes;   // [SPAN, Kp]: without decays, queries times the output's scale
     R *kept;                      // [SPAN + 1, ...]: what phase 1 keeps of each token, first the state before it
     R *grad_keys, *grad_writes;   // [SPAN, Kp]
-    R *grad_rows;                 // [TILES, 3, Kp, C]: gradients of k̂, q̂, ŵ, transposed
-    R *grad_scores;               // [TILES, 2 C, C]: gradients of A, then of Q
+    R *grad_rows;                 // [TILES, ROWS, Kp, C]: transposed
+    R *grad_scores;               // [TILES, SCORES, C, C]
     R *grad_decay;                // [TILES, K, W]: partial sums of S * dS over the columns
     R *grad_beta;                 // [SPAN, W]: partial sums of du * e over the columns
     R *states;                    // [TILES, K, BLOCK]: the state before each tile, one block of columns
-    R *values;                    // [V] in blocks of [TILES, 3 C, BLOCK]: dp, do, e; at last dv instead of e
+    R *values;                    // [V] in blocks of [TILES, VALUES, C, BLOCK]
     R *u;                         // [C, BLOCK]
-    R *columns_first;             // [3, BLOCK, C]: dp, do, u of a tile, transposed
+    R *read_columns;              // [2, BLOCK, C]: dp and do of a tile, transposed
+    R *write_columns;             // [BLOCK, C]: u, transposed
 
     BackwardSpan(const Head<R>& h, Phase1<R>& phase1) : head(h) {
         const int64_t K = h.K, Kp = h.Kp, Vp = round_up(h.V, BLOCK<R>), tile = Tile<R, C>::size(h.Kp);
@@ -40,14 +44,15 @@ struct BackwardSpan {
                            {&kept, (SPAN + 1) * phase1.kept_size()},
                            {&grad_keys, SPAN * Kp},
                            {&grad_writes, SPAN * Kp},
-                           {&grad_rows, TILES * 3 * Kp * C},
-                           {&grad_scores, TILES * 2 * C * C},
+                           {&grad_rows, TILES * ROWS * Kp * C},
+                           {&grad_scores, TILES * SCORES * C * C},
                            {&grad_decay, TILES * K * C},
                            {&grad_beta, SPAN * C},
                            {&states, TILES * K * BLOCK<R>},
-                           {&values, TILES * 3 * C * Vp},
+                           {&values, TILES * VALUES * C * Vp},
                            {&u, C * BLOCK<R>},
-                           {&columns_first, 3 * C * BLOCK<R>},
+                           {&read_columns, 2 * C * BLOCK<R>},
+                           {&write_columns, C * BLOCK<R>},
                            {&rows, TILES * tile}});
         for (int i = 0; i < TILES; i++) tiles[i].place(rows + i * tile, h.Kp);
         phase1.take(own);
@@ -60,23 +65,28 @@ struct BackwardSpan {
     const R* write(int c) const {
         return head.call.decay_kind ? writes + c * int64_t(head.Kp) : tiles[c / C].w(c % C, head.Kp);
     }
-    // dp, do and e of tile i on the block of NV vectors of columns from v0.
-    R* rows(int i, int v0, int NV) const { return values + 3 * C * (int64_t(TILES) * v0 + i * NV * W<R>); }
+    R* grad_row(int i, Row which) const { return grad_rows + (int64_t(i) * ROWS + which) * head.Kp * C; }
+    R* grad_score(int i, Score which) const { return grad_scores + (int64_t(i) * SCORES + which) * C * C; }
+    // Of tile i, [C, NV vectors], on the block of columns from v0.
+    R* value(int i, Value which, int v0, int NV) const {
+        return values + C * (VALUES * int64_t(TILES) * v0 + (i * VALUES + which) * NV * W<R>);
+    }
 
     // The span's output gradients and errors into blocks of columns, zero beyond the last token.
     void load_values() {
         const Call& call = head.call;
         for (int c = 0; c < round_up(count, C); c++)
             each_block<R>(0, head.V, [&](auto nv, int v0, int columns) {
-                R* to = rows(c / C, v0, nv) + (C + c % C) * nv * W<R>;
+                const int64_t row = c % C * nv * W<R>;
+                R *to_grad = value(c / C, OUTPUT, v0, nv) + row, *to_error = value(c / C, ERROR, v0, nv) + row;
                 Vec<R> grad[nv] = {}, error[nv] = {};
                 if (c < count) {
                     load_some<R, nv>(head.grad_output(t + c, head.V) + v0, columns, grad);
                     load_some<R, nv>(head.per_value(call.errors, t + c) + v0, columns, error);
                 }
                 for (int m = 0; m < nv; m++) {
-                    store(to + m * W<R>, grad[m]);
-                    store(to + (C * nv + m) * W<R>, error[m]);
+                    store(to_grad + m * W<R>, grad[m]);
+                    store(to_error + m * W<R>, error[m]);
                 }
             });
     }
@@ -85,7 +95,7 @@ struct BackwardSpan {
             each_block<R>(0, head.V, [&](auto nv, int v0, int columns) {
                 Vec<R> row[nv];
                 for (int m = 0; m < nv; m++)
-                    row[m] = load(rows(c / C, v0, nv) + ((2 * C + c % C) * nv + m) * W<R>);
+                    row[m] = load(value(c / C, ERROR, v0, nv) + (c % C * nv + m) * W<R>);
                 stream_some<R, nv>(head.gradient(head.call.grad_v, head.call.element, t + c, head.V) + v0, columns, row);
             });
     }
@@ -129,13 +139,14 @@ struct BackwardSpan {
         const R* S0 = start(t);
         pack_state<R, NV>(S0 ? S0 + v0 : nullptr, states, K, head.V, columns);
         for (int i = 0; i < last; i++) {
-            load_writes<NV>(i, rows(i, v0, NV) + 2 * C * L);
+            load_writes<NV>(i, value(i, ERROR, v0, NV));
             write_state<R, C, NV>(states + int64_t(i) * K * L, states + int64_t(i + 1) * K * L, L, K,
                                   call.decay_kind ? tiles[i].decay : nullptr, tiles[i].w(0, Kp), Kp, u);
         }
         for (int i = last; i >= 0; i--) {
             const Tile<R, C>& tile = tiles[i];
-            R *dp = rows(i, v0, NV), *dout = dp + C * L, *errors = dout + C * L;
+            R* dp = value(i, READ, v0, NV);
+            R *dout = value(i, OUTPUT, v0, NV), *errors = value(i, ERROR, v0, NV);
             const R* S = states + int64_t(i) * K * L;
             if (t) prefetch_span(i, v0, L);
             load_writes<NV>(i, errors);
@@ -148,14 +159,13 @@ struct BackwardSpan {
             }
             solve<NV>(i, dp, dout, errors);
 
-            R *dp_t = columns_first, *do_t = dp_t + C * L, *u_t = do_t + C * L;
-            transpose(dp, L, L, dp_t, C);
-            transpose(dout, L, L, do_t, C);
-            transpose(u, L, L, u_t, C);
-            R* grads = grad_rows + int64_t(i) * 3 * Kp * C;
-            contract<R, 2>(S, L, K, L, dp_t, C * L, grads, int64_t(Kp) * C);
-            contract<R, 1>(dS, L, K, L, u_t, 0, grads + int64_t(2) * Kp * C, 0);
-            contract<R, 1>(dp, L, 2 * C, L, u_t, 0, grad_scores + int64_t(i) * 2 * C * C, 0);
+            transpose(dp, L, L, read_columns, C);
+            transpose(dout, L, L, read_columns + C * L, C);
+            transpose(u, L, L, write_columns, C);
+            // Keys and queries lie side by side, as do the scores, and the values that they come from.
+            contract<R, 2>(S, L, K, L, read_columns, C * L, grad_row(i, KEY), int64_t(Kp) * C);
+            contract<R, 1>(dS, L, K, L, write_columns, 0, grad_row(i, WRITE), 0);
+            contract<R, 1>(dp, L, SCORES * C, L, write_columns, 0, grad_score(i, A), 0);
             if (call.decay_kind) {
                 R* partial = grad_decay + int64_t(i) * K * C;
                 for (int k = 0; k < K; k++) {
@@ -204,16 +214,16 @@ struct BackwardSpan {
         const Call& call = head.call;
         const int n = std::min(C, count - i * C), Kp = head.Kp;
         const int64_t token = t + i * C;
-        const R *dA = grad_scores + int64_t(i) * 2 * C * C, *dQ = dA + C * C;
+        const R *dA = grad_score(i, A), *dQ = grad_score(i, Q);
         const bool decays = call.decay_kind != 0;
         Vec<R> whole[C] = {};  // the decay's gradients, summed over the channels
         for (int b = 0; b < Kp; b += W<R>) {
             const int width = std::min(head.K - b, W<R>);
             const int64_t at = int64_t(i) * C * Kp + b;
             Vec<R> k[C], q[C], w[C], a[C], g_k[C], g_q[C], g_w[C], pairs[C];
-            load_columns(grad_rows + (int64_t(i) * 3 * Kp + b) * C, g_k);
-            load_columns(grad_rows + ((int64_t(i) * 3 + 1) * Kp + b) * C, g_q);
-            load_columns(grad_rows + ((int64_t(i) * 3 + 2) * Kp + b) * C, g_w);
+            load_columns(grad_row(i, KEY) + b * C, g_k);
+            load_columns(grad_row(i, QUERY) + b * C, g_q);
+            load_columns(grad_row(i, WRITE) + b * C, g_w);
             for (int c = 0; c < n; c++) {
                 k[c] = load((decays ? keys + i * C * Kp : tiles[i].k(0, Kp)) + c * Kp + b);
                 q[c] = load((decays ? queries + i * C * Kp : tiles[i].q(0, Kp)) + c * Kp + b);
@@ -224,12 +234,17 @@ struct BackwardSpan {
             for (int c = 0; c < n; c++) {
                 Vec<R> to_k = {}, to_q = {};
                 for (int j = 0; j < c; j++) {
-                    if (decays) to_k *= a[j], to_q *= a[j];
+                    if (decays) {
+                        to_k *= a[j];
+                        to_q *= a[j];
+                    }
                     to_k += w[j] * dA[c * C + j];
                     to_q += w[j] * dQ[c * C + j];
                 }
                 if (decays) {
-                    to_k *= a[c], to_q *= a[c], gamma *= a[c];
+                    to_k *= a[c];
+                    to_q *= a[c];
+                    gamma *= a[c];
                     pairs[c] = k[c] * to_k + q[c] * to_q;
                 }
                 store(grad_keys + at + c * Kp, to_k + gamma * g_k[c]);
@@ -291,8 +306,8 @@ struct BackwardSpan {
 
     void clear_sums() {
         const int64_t K = head.K, Kp = head.Kp;
-        std::memset(grad_rows, 0, TILES * 3 * Kp * C * sizeof(R));
-        std::memset(grad_scores, 0, TILES * 2 * C * C * sizeof(R));
+        std::memset(grad_rows, 0, TILES * ROWS * Kp * C * sizeof(R));
+        std::memset(grad_scores, 0, TILES * SCORES * C * C * sizeof(R));
         std::memset(grad_decay, 0, TILES * K * C * sizeof(R));
         std::memset(grad_beta, 0, SPAN * C * sizeof(R));
     }

@@ -46,6 +46,9 @@ def bind(
 
 def run(kernel: Kernel, layout: struct.Struct, fields: Iterable[Tensor | float | None]) -> None:
     """Packs a call and makes it.  A tensor is its address, an absent one is null."""
-    packed = [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in fields]
-    if kernel(layout.pack(*packed)):
+    call(kernel, layout.pack(*[x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in fields]))
+
+
+def call(kernel: Kernel, packed: bytes) -> None:
+    if kernel(packed):
         raise MemoryError("out of memory in osdn's CPU kernels")

@@ -122,7 +122,11 @@ struct StepHead {
     void recur(int64_t hv) {
         const int64_t head = n * call.HV + hv, size = int64_t(K) * V;
         Call inner = {};
-        inner.q = q, inner.k = k, inner.v = v, inner.beta = &beta, inner.out = o;
+        inner.q = q;
+        inner.k = k;
+        inner.v = v;
+        inner.beta = &beta;
+        inner.out = o;
         inner.log_decay = call.decay_kind == 1 ? &head_decay : decay;
         inner.retention_kind = call.retention_kind == TIED ? call.decay_kind : call.retention_kind;
         inner.retention = inner.retention_kind == 1 ? &head_retention : retention;
@@ -132,10 +136,18 @@ struct StepHead {
             inner.initial_scale = static_cast<const R*>(call.scale) + head * K;
             inner.final_scale = static_cast<R*>(call.final_scale) + head * K;
         }
-        inner.N = inner.T = inner.H = inner.HV = inner.block = inner.threads = 1, inner.K = K, inner.V = V;
-        inner.decay_kind = call.decay_kind, inner.rule = call.rule, inner.beta_aware = call.beta_aware;
-        inner.eta = call.eta, inner.low = call.low, inner.high = call.high, inner.eps = call.eps;
-        inner.constant_retention = call.constant_retention, inner.scale = call.output_scale;
+        inner.N = inner.T = inner.H = inner.HV = inner.block = inner.threads = 1;
+        inner.K = K;
+        inner.V = V;
+        inner.decay_kind = call.decay_kind;
+        inner.rule = call.rule;
+        inner.beta_aware = call.beta_aware;
+        inner.eta = call.eta;
+        inner.low = call.low;
+        inner.high = call.high;
+        inner.eps = call.eps;
+        inner.constant_retention = call.constant_retention;
+        inner.scale = call.output_scale;
         forward_head<R, 1>(Head<R>(inner, 0, 0), 0, V, true);
     }
     void read_out(int64_t hv) const {

@@ -6,6 +6,7 @@ compute.  Here they are one.  It has no gradient.
 
 import math
 import struct
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -99,12 +100,18 @@ def usable(x: Tensor) -> bool:
     )
 
 
-def decode_step(inputs: StepInputs, settings: StepSettings) -> StepOutputs:
-    """One token of N sequences, from the projections of the mixer's input to that of its output."""
+def decode_step(inputs: StepInputs, settings: StepSettings, overwrite: bool = False) -> StepOutputs:
+    """One token of N sequences, from the projections of the mixer's input to that of its output.
+
+    With `overwrite`, the tails, the state and the scale may be moved on where they lie.
+    """
     _check(inputs, settings)
-    arguments = (*inputs, settings.numbers(inputs.state.shape[2]))
-    made = _operator(*arguments) if watched.by_others(inputs) else _forward(*arguments)
-    return StepOutputs(*made)
+    numbers = settings.numbers(inputs.state.shape[2])
+    if watched.by_others(inputs):
+        return StepOutputs(*_operator(*inputs, numbers))
+    outputs = _outputs(inputs, overwrite)
+    _run(inputs, numbers, outputs)
+    return StepOutputs(*outputs)
 
 
 def _check(x: StepInputs, settings: StepSettings) -> None:
@@ -162,7 +169,34 @@ def _kernel(dtype: torch.dtype) -> Kernel:
     return bind(dtype, "osdn_step", fields, LAYOUT.size, ("osdn_step",))[0]
 
 
-def _forward(
+def _run(x: StepInputs, numbers: list[float], outputs: Sequence[Tensor]) -> None:
+    tensors = [None if y is None else y.resolve_neg().contiguous() for y in x]
+    N, HV, K, V = x.state.shape
+    activation, tied, beta_aware, *reals = numbers
+    kinds = (_kind(x.decay, HV), 3 if tied else _kind(x.retention, HV), int(activation))
+    elements = [0 if y is None else element(y.dtype) for y in (x.q, x.A_log, x.norm)]
+    sizes = (N, x.q.shape[1] // K, HV, K, V, x.q_taps.shape[1])
+    rest = (*kinds, x.scale is not None, int(beta_aware), *elements, torch.get_num_threads(), *reals)
+    run(_kernel(wide(x.q.dtype)), LAYOUT, (*tensors, *outputs, *sizes, *rest))
+
+
+def _kind(x: Tensor | None, HV: int) -> int:
+    """None, one per head, one per channel."""
+    return 0 if x is None else 1 if x.shape[1] == HV else 2
+
+
+def _outputs(x: StepInputs, overwrite: bool = False) -> list[Tensor]:
+    """The fields of `StepOutputs`, to be filled; with `overwrite`, the inputs themselves where possible."""
+    carried = (x.q_tail, x.k_tail, x.v_tail, x.state, x.state.new_empty(0) if x.scale is None else x.scale)
+    reused = [overwrite and y.is_contiguous() and not y.is_neg() for y in carried]
+    return [
+        x.v.new_empty(x.v.shape),
+        *(y if own else y.new_empty(y.shape) for y, own in zip(carried, reused)),
+    ]
+
+
+@torch.library.custom_op("osdn::cpu_decode_step", mutates_args=(), device_types="cpu")
+def _operator(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -183,37 +217,14 @@ def _forward(
     gate: Tensor | None,
     numbers: list[float],
 ) -> list[Tensor]:
-    """The fields of `StepOutputs`, for those of `StepInputs`."""
     given = (q, k, v, q_taps, k_taps, v_taps, q_tail, k_tail, v_tail, beta, norm, state, scale)
-    optional = (decay, retention, A_log, dt_bias, gate)
-    inputs = [None if x is None else x.resolve_neg().contiguous() for x in (*given, *optional)]
-    outputs = _outputs(v, q_tail, k_tail, v_tail, state, scale)
-    N, HV, K, V = state.shape
-    activation, tied, beta_aware, *reals = numbers
-    kinds = (_kind(decay, HV), 3 if tied else _kind(retention, HV), int(activation))
-    elements = [0 if x is None else element(x.dtype) for x in (q, A_log, norm)]
-    sizes = (N, q.shape[1] // K, HV, K, V, q_taps.shape[1])
-    rest = (*kinds, scale is not None, int(beta_aware), *elements, torch.get_num_threads(), *reals)
-    run(_kernel(wide(q.dtype)), LAYOUT, (*inputs, *outputs, *sizes, *rest))
+    inputs = StepInputs(*given, decay, retention, A_log, dt_bias, gate)
+    outputs = _outputs(inputs)
+    _run(inputs, numbers, outputs)
     return outputs
 
 
-def _kind(x: Tensor | None, HV: int) -> int:
-    """None, one per head, one per channel."""
-    return 0 if x is None else 1 if x.shape[1] == HV else 2
-
-
-def _outputs(
-    v: Tensor, q_tail: Tensor, k_tail: Tensor, v_tail: Tensor, state: Tensor, scale: Tensor | None
-) -> list[Tensor]:
-    tails = (x.new_empty(x.shape) for x in (q_tail, k_tail, v_tail))
-    states = (state.new_empty(state.shape), state.new_empty(0 if scale is None else scale.shape))
-    return [v.new_empty(v.shape), *tails, *states]
-
-
-_operator = torch.library.custom_op("osdn::cpu_decode_step", _forward, mutates_args=(), device_types="cpu")
-
-
 @_operator.register_fake
-def _(q, k, v, q_taps, k_taps, v_taps, q_tail, k_tail, v_tail, beta, norm, state, scale, *others):  # type: ignore[no-untyped-def]
-    return _outputs(v, q_tail, k_tail, v_tail, state, scale)
+def _(*arguments):  # type: ignore[no-untyped-def]
+    *tensors, _ = arguments
+    return _outputs(StepInputs(*tensors))

@@ -38,7 +38,7 @@ DECLARE_CALL(
     // how q, k, v, the outputs and their gradients are stored; write keys; and the gradients of q and k
     int64_t element, write_element, grad_element;
     double eta, low, high, eps, prior, log_squash, constant_retention, scale;)
-extern "C" const int64_t osdn_call_size = sizeof(Call);
+extern "C" const int64_t osdn_size = sizeof(Call);
 // The rule of phase 1; "scale" stands for the state that any of them carries.
 enum { NONE = 0, SCALING = 1, NEWTON = 2, SQUASH = 3 };
 

@@ -110,14 +110,15 @@ int over_tokens(const Rows& call, bool back) {
                     [&](int64_t item) { normalize_item<REAL>(call, item, back); });
 }
 
-int row_product(const Product& call) {
-    const int64_t threads = std::max<int64_t>(1, std::min(call.threads, call.M * call.N * call.K / GRAIN));
-    const int64_t pieces = std::min(call.N, PIECES * threads);
-    std::atomic<int64_t> next{0};
+int row_products(const Product* calls) {
+    int64_t work = 0;
+    for (int64_t i = 0; i <= calls->more; i++) work += calls[i].M * calls[i].N * calls[i].K;
+    const int64_t threads = std::max<int64_t>(1, std::min(calls->threads, work / GRAIN));
+    std::vector<std::atomic<int64_t>> next(calls->more + 1);
     std::atomic<int> failed{0};
     on_threads(threads, [&] {
         try {
-            product_thread<REAL>(call, pieces, [&] { return next++; });
+            product_thread<REAL>(calls, PIECES * threads, [&](int64_t i) { return next[i]++; });
         } catch (const std::bad_alloc&) {
             failed = 1;
         }
@@ -178,7 +179,7 @@ int osdn_step(const Step* call) {
     return for_each(call->N * call->H, std::max<int64_t>(1, std::min(call->threads, work / GRAIN)),
                     [&](int64_t item) { step_item<REAL>(*call, item); });
 }
-int osdn_row_product(const Product* call) { return row_product(*call); }
+int osdn_row_products(const Product* calls) { return row_products(calls); }
 int osdn_rows(const Rows* call) { return over_tokens(*call, false); }
 int osdn_rows_back(const Rows* call) { return over_tokens(*call, true); }
 int osdn_gated_norm(const GatedNorm* call) { return gated_norm(*call, false); }

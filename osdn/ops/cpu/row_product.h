@@ -1,4 +1,5 @@
-// A few rows times a matrix, as in decoding: y = x W' + bias with x [M, K] and W [N, K], M small.
+// A few rows times a matrix, as in decoding: y = x W' + bias with x [M, K] and W [N, K], M small.  Several matrices may
+// be multiplied by one call: threads then meet once, at its end.
 //
 // All of the time is reading W, once, and one row after the other is what memory is fastest at: a thread reads a piece
 // of W from its beginning to its end, with all rows of x at hand in its L1 or L2 cache.  Numbers of 16 bits are widened
@@ -17,7 +18,8 @@
 DECLARE_PRODUCT(
     const void *x, *weight, *bias;  // [M, K], [N, K], [N] or null
     void* out;                      // [M, N]
-    int64_t M, N, K, element, threads;)
+    int64_t M, N, K, element, threads;
+    int64_t more;)  // how many further products follow this one in memory; they share M, element and threads
 extern "C" const int64_t osdn_product_size = sizeof(Product);
 
 namespace {
@@ -101,26 +103,36 @@ void multiply_rows(const Product& call, const R* x, int64_t Kp, int64_t first, i
     }
 }
 
-// What one thread does: pieces of W, until none are left.
+// What one thread does: pieces of every matrix, until none are left.  next(i) is the next piece of the i-th matrix.
 template <class R, class E, int M, class F>
-void product_pieces(const Product& call, int64_t pieces, F&& next) {
-    const int64_t Kp = round_up(call.K, 2 * W<R>);
+void product_pieces(const Product* calls, int64_t pieces, F&& next) {
+    int64_t longest = 0;
+    for (int64_t i = 0; i <= calls->more; i++) longest = std::max(longest, calls[i].K);
     R* x;
-    scratch.divide<R>({{&x, M * Kp}});
-    for (int64_t m = 0; m < call.M; m++)
-        arrange<R, E>(static_cast<const E*>(call.x) + m * call.K, call.K, Kp, x + m * Kp);
-    std::memset(x + call.M * Kp, 0, (M - call.M) * Kp * sizeof(R));
-    for (int64_t i; (i = next()) < pieces;)
-        multiply_rows<R, E, M>(call, x, Kp, i * call.N / pieces, (i + 1) * call.N / pieces);
+    scratch.divide<R>({{&x, M * round_up(longest, 2 * W<R>)}});
+    const Product* arranged = nullptr;
+    for (int64_t i = 0; i <= calls->more; i++) {
+        const Product& call = calls[i];
+        const int64_t Kp = round_up(call.K, 2 * W<R>);
+        if (!arranged || call.x != arranged->x || call.K != arranged->K) {
+            for (int64_t m = 0; m < call.M; m++)
+                arrange<R, E>(static_cast<const E*>(call.x) + m * call.K, call.K, Kp, x + m * Kp);
+            std::memset(x + call.M * Kp, 0, (M - call.M) * Kp * sizeof(R));
+            arranged = &call;
+        }
+        const int64_t own = std::min(pieces, call.N);
+        for (int64_t p; (p = next(i)) < own;)
+            multiply_rows<R, E, M>(call, x, Kp, p * call.N / own, (p + 1) * call.N / own);
+    }
 }
 // For at most 4 rows of x.
 template <class R, class F>
-void product_thread(const Product& call, int64_t pieces, F&& next) {
-    with_element<R>(call.element, [&](auto element) {
+void product_thread(const Product* calls, int64_t pieces, F&& next) {
+    with_element<R>(calls->element, [&](auto element) {
         using E = decltype(element);
-        if (call.M <= 1) return product_pieces<R, E, 1>(call, pieces, next);
-        if (call.M <= 2) return product_pieces<R, E, 2>(call, pieces, next);
-        product_pieces<R, E, 4>(call, pieces, next);
+        if (calls->M <= 1) return product_pieces<R, E, 1>(calls, pieces, next);
+        if (calls->M <= 2) return product_pieces<R, E, 2>(calls, pieces, next);
+        product_pieces<R, E, 4>(calls, pieces, next);
     });
 }
 

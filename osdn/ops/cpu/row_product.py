@@ -5,19 +5,21 @@ thread, where `F.linear` reads at less than half of the memory's speed.  It has 
 """
 
 import struct
+from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from osdn.ops import checks, watched
 from osdn.ops.cpu import compiled
-from osdn.ops.cpu.binding import Kernel, bind, element, run, wide
+from osdn.ops.cpu.binding import Kernel, bind, call, element, wide
 
 MOST_ROWS = 4  # beyond, there is more to do than to read, and F.linear is faster
 
 # `struct Product` in row_product.h
-FIELDS = ("x", "weight", "bias", "out", "M", "N", "K", "element", "threads")
+FIELDS = ("x", "weight", "bias", "out", "M", "N", "K", "element", "threads", "more")
 LAYOUT = struct.Struct(f"{len(FIELDS)}q")
 
 
@@ -74,16 +76,37 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 @cache
 def _kernel(dtype: torch.dtype) -> Kernel:
-    return bind(dtype, "osdn_product", FIELDS, LAYOUT.size, ("osdn_row_product",))[0]
+    return bind(dtype, "osdn_product", FIELDS, LAYOUT.size, ("osdn_row_products",))[0]
+
+
+class Product(NamedTuple):
+    """The arguments of `row_product`."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+def row_products(products: Sequence[Product]) -> list[Tensor]:
+    """Several products by one call, in which threads wait for each other only once.
+
+    All have as many rows and one dtype, and `usable` holds for each; sizes are not checked again.
+    """
+    rows = [x.resolve_neg().contiguous() for x, _, _ in products]
+    outputs = [x.new_empty(*x.shape[:-1], len(weight)) for x, weight, _ in products]
+    shared = (element(rows[0].dtype), torch.get_num_threads())
+    calls = b""
+    for i, (x, (_, weight, bias), out) in enumerate(zip(rows, products, outputs)):
+        N, K = weight.shape
+        pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
+        calls += LAYOUT.pack(*pointers, x.numel() // K, N, K, *shared, len(products) - 1 - i)
+    call(_kernel(wide(rows[0].dtype)), calls)
+    return outputs
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    N, K = weight.shape
-    out = x.new_empty(*x.shape[:-1], N)
-    tensors = (None if y is None else y.resolve_neg().contiguous() for y in (x, weight, bias))
-    sizes = (x.numel() // K, N, K, element(x.dtype), torch.get_num_threads())
-    run(_kernel(wide(x.dtype)), LAYOUT, (*tensors, out, *sizes))
-    return out
+    bias = None if bias is None else bias.resolve_neg().contiguous()
+    return row_products([Product(x, weight.resolve_neg().contiguous(), bias)])[0]
 
 
 _operator = torch.library.custom_op("osdn::cpu_row_product", _forward, mutates_args=(), device_types="cpu")

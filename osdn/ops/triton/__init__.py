@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osdn.ops import chunkwise
-from osdn.ops.checks import Newton, Phase1, Scaling
+from osdn.ops.checks import Newton, Phase1, Phase2, Scaling
 
 
 def available(device: str | torch.device = "cuda") -> bool:
@@ -32,40 +32,19 @@ def precondition_keys(k: Tensor, phase1: Phase1, cu_seqlens: Tensor | None) -> t
     return autograd.precondition_keys(k, phase1, cu_seqlens)
 
 
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    write_keys: Tensor | None,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def delta_rule(x: Phase2, write_keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
     from osdn.ops.triton import autograd
 
-    return autograd.delta_rule(q, k, v, beta, write_keys, log_decay, initial_state, scale, cu_seqlens)
+    return autograd.delta_rule(x, write_keys)
 
 
-def preconditioned_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    phase1: Phase1,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def preconditioned_delta_rule(x: Phase2, phase1: Phase1) -> tuple[Tensor, Tensor, Tensor]:
     from osdn.ops.triton import autograd
 
-    arguments = (log_decay, initial_state, scale, cu_seqlens)
     if isinstance(phase1.rule, Newton) and phase1.rule.block_size > 1:
-        w, final = precondition_keys(k, phase1, cu_seqlens)
-        return *delta_rule(q, k, v, beta, w, *arguments), final
-    return autograd.preconditioned_delta_rule(q, k, v, beta, phase1, *arguments)
+        w, final = precondition_keys(x.k, phase1, x.cu_seqlens)
+        return *delta_rule(x, w), final
+    return autograd.preconditioned_delta_rule(x, phase1)
 
 
 def decode_(

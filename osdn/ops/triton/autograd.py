@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from osdn.ops import checks, watched
-from osdn.ops.checks import Newton, Phase1, Rule, Scaling, Squash
+from osdn.ops.checks import Newton, Phase1, Phase2, Rule, Scaling, Squash
 from osdn.ops.triton import decode, phase1, phase1_backward, phase2, phase2_backward
 from osdn.ops.triton.chunks import chunks_of
 
@@ -27,49 +27,28 @@ def precondition_keys(k: Tensor, p: Phase1, cu_seqlens: Tensor | None) -> tuple[
     return w, _shaped(final, p.rule)
 
 
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    write_keys: Tensor | None,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    _check_dtype(k)
-    w = write_keys if write_keys is None else write_keys.to(k.dtype)
-    tensors = (q, k, v, beta, w, log_decay, initial_state)
-    if k.shape[1] <= RECURRENT_UP_TO and not watched.by_autograd(tensors):
-        nothing = (None, None, None, None)
-        o, final_state, _ = _call(_recurrent, _recur, *tensors, *nothing, cu_seqlens, scale, None, False)
+def delta_rule(x: Phase2, write_keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    _check_dtype(x.k)
+    w = None if write_keys is None else write_keys.to(x.k.dtype)
+    tensors = (x.q, x.k, x.v, x.beta, w, x.log_decay, x.initial_state)
+    if x.k.shape[1] <= RECURRENT_UP_TO and not watched.by_autograd(tensors):
+        arguments = (*tensors, None, None, None, None, x.cu_seqlens, x.scale, None, False)
+        o, final_state, _ = _call(_recurrent, _recur, *arguments)
         return o, final_state
-    o, final_state = _call(_rule, _delta_rule, *tensors, cu_seqlens, scale)
+    o, final_state = _call(_rule, _delta_rule, *tensors, x.cu_seqlens, x.scale)
     return o, final_state
 
 
-def preconditioned_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    p: Phase1,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_dtype(k)
+def preconditioned_delta_rule(x: Phase2, p: Phase1) -> tuple[Tensor, Tensor, Tensor]:
+    _check_dtype(x.k)
     phase1 = (p.gate, _retention(p.retention), _rows(p.initial), p.center)
-    tensors = (q, k, v, beta, None, log_decay, initial_state, *phase1)
-    if k.shape[1] <= RECURRENT_UP_TO and not watched.by_autograd(tensors):
+    tensors = (x.q, x.k, x.v, x.beta, None, x.log_decay, x.initial_state, *phase1)
+    if x.k.shape[1] <= RECURRENT_UP_TO and not watched.by_autograd(tensors):
         numbers = _numbers(p.retention, p.rule)
-        o, final_state, final = _call(_recurrent, _recur, *tensors, cu_seqlens, scale, *numbers)
+        o, final_state, final = _call(_recurrent, _recur, *tensors, x.cu_seqlens, x.scale, *numbers)
         return o, final_state, _shaped(final, p.rule)
-    w, final = precondition_keys(k, p, cu_seqlens)
-    o, final_state = delta_rule(q, k, v, beta, w, log_decay, initial_state, scale, cu_seqlens)
-    return o, final_state, final
+    w, final = precondition_keys(x.k, p, x.cu_seqlens)
+    return *delta_rule(x, w), final
 
 
 def _rows(initial: Tensor | None) -> Tensor | None:

@@ -13,8 +13,8 @@ import triton.language as tl
 
 # What `DECAY` says of the logarithms of decay.
 NO_DECAY = tl.constexpr(0)
-HEAD_DECAY = tl.constexpr(1)  # one a head
-CHANNEL_DECAY = tl.constexpr(2)  # one a head and key channel
+HEAD_DECAY = tl.constexpr(1)  # one per head
+CHANNEL_DECAY = tl.constexpr(2)  # one per head and key channel
 
 # exp(-200) is 0 in float32, so a decay beyond it changes nothing; -inf times 0 would be NaN.
 STRONGEST = tl.constexpr(-200.0)

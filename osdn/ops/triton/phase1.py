@@ -26,8 +26,8 @@ from osdn.ops.triton import blocks, launch
 from osdn.ops.triton.chunks import Chunks, upper_bound
 
 # What `RETENTION` says of what a scale keeps of itself.
-HEAD_RETENTION = tl.constexpr(1)  # one number a token and head
-CHANNEL_RETENTION = tl.constexpr(2)  # one a token, head and channel; else one number for all
+HEAD_RETENTION = tl.constexpr(1)  # one number per token and head
+CHANNEL_RETENTION = tl.constexpr(2)  # one per token, head and channel; otherwise one number for all
 
 # What `RULE` says of how the state moves; `eta` is then the prior, or the logarithm of the squash.
 NEWTON = tl.constexpr(1)  # a diagonal covariance
@@ -63,7 +63,7 @@ def load_betas(beta, start, size, head, HV: tl.constexpr, BETA_AWARE: tl.constex
 
 @triton.jit
 def load_retentions(retention, start, size, head, HV: tl.constexpr, RETENTION: tl.constexpr, C: tl.constexpr):
-    """A chunk's retentions [C] where there is one a token and head; `retention_at` looks the others up."""
+    """A chunk's retentions [C] where there is one per token and head; `retention_at` looks the others up."""
     r = tl.zeros((C,), tl.float32)
     if RETENTION == HEAD_RETENTION:
         r = blocks.load_scalars(retention, start, size, head, HV, C)

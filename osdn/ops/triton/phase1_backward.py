@@ -350,7 +350,7 @@ def scale_keys_back_kernel(
 
 
 class Gradients(NamedTuple):
-    """Of phase 1's inputs; that of k with one head a value head, as the kernels leave it."""
+    """Of phase 1's inputs; that of k with one head per value head, as the kernels leave it."""
 
     k: Tensor
     beta: Tensor

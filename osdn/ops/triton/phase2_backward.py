@@ -257,7 +257,7 @@ def keys_back_kernel(
 
 
 class Gradients(NamedTuple):
-    """Of phase 2's inputs; those of q and k with one head a value head, as the kernels leave them."""
+    """Of phase 2's inputs; those of q and k with one head per value head, as the kernels leave them."""
 
     q: Tensor
     k: Tensor

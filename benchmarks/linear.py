@@ -1,13 +1,11 @@
-"""Decoding on a CPU: linear layers on one row, or a few, with several kernels, and whole models.
+"""Linear layers on one row or a few, as in decoding, by several kernels.
 
-    python benchmarks/decoding.py              # the matrices of a 340M model, about a minute on two cores
-    python benchmarks/decoding.py --rows 4
-    python benchmarks/decoding.py --model osdn-340m --dtype bfloat16   # a whole decoding step, and its parts
+    python benchmarks/linear.py              # the matrices of a 340M model, about a minute on two cores
+    python benchmarks/linear.py --rows 4
 
-Weights do not fit the caches: every call reads other ones, as many as fill `--gigabytes`.  The table
-shows the best call of each kind, in ms, in gigabytes of weights per second, and as a ratio to F.linear in
-bfloat16; `torch.sum` over as many bytes in float32 shows what the memory gives.  Of a model, with random
-weights: a step by the layers' own calls, one with the compiled step in each mixer, and its linear layers.
+Weights do not fit the caches: every call reads other ones, as many as fill `--gigabytes`.  The table shows
+the best call of each kind in ms, in gigabytes of weights per second, and as a ratio to F.linear in bfloat16;
+`torch.sum` over as many bytes in float32 shows what the memory gives.  Whole models: benchmarks/models.py.
 """
 
 import argparse
@@ -18,10 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache
 
-from osdn import OSDNConfig, OSDNForCausalLM
-from osdn.layers import decoding
 from osdn.ops.cpu.row_product import row_product
 
 SHAPES = {"1024 x 1024": (1024, 1024), "1024 to 4096": (4096, 1024), "4096 to 1024": (1024, 4096),
@@ -90,60 +85,14 @@ def _clone(weight: Any) -> Any:
     return weight.clone() if isinstance(weight, Tensor) else tuple(part.clone() for part in weight)
 
 
-@torch.no_grad()
-def decode(name: str, dtype: torch.dtype, rounds: int) -> dict[str, float]:
-    """Seconds of the best decoding step of a model, and of its linear layers alone."""
-    torch.manual_seed(0)
-    model = OSDNForCausalLM(OSDNConfig.from_preset(name)).to(dtype).eval()
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    inputs = {m.in_features: torch.randn(1, m.in_features).to(dtype) for m in layers}
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
-    for cache in caches:
-        model(torch.arange(16)[None], past_key_values=cache)
-    fused = decoding.fused
-
-    def step(cache: DynamicCache, choose: Any) -> None:
-        decoding.fused = choose
-        model(torch.tensor([[1]]), past_key_values=cache)
-        decoding.fused = fused
-
-    def linears(multiply: Any) -> None:
-        for m in layers:
-            bias = None if m.bias is None else m.bias.detach()
-            multiply(inputs[m.in_features], m.weight.detach(), bias)
-
-    calls = {
-        "the layers' own calls": lambda: step(caches[0], lambda *_: False),
-        "the compiled step": lambda: step(caches[1], fused),
-        "linear layers, F.linear": lambda: linears(F.linear),
-        "linear layers, row_product": lambda: linears(row_product),
-    }
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds):
-        for key, call in calls.items():
-            start = clock()
-            call()
-            best[key] = min(best[key], clock() - start)
-    return best
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--gigabytes", type=float, default=0.4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", help="a preset, such as osdn-340m")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    if arguments.model:
-        best = decode(arguments.model, getattr(torch, arguments.dtype), 5 * arguments.rounds)
-        print(f"{arguments.model}, {arguments.dtype}, one token, {arguments.threads} thread(s)")
-        for name, seconds in best.items():
-            ratio = seconds / best["linear layers, F.linear"]
-            print(f"  {name:28} {seconds * 1e3:8.1f} ms {ratio:6.2f} x")
-        return
     for title, (N, K) in SHAPES.items():
         print(f"{title}, {arguments.rows} row(s), {arguments.threads} thread(s)")
         best = best_times(arguments.rows, N, K, arguments.gigabytes, arguments.rounds)

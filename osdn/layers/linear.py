@@ -1,6 +1,7 @@
 """Linear layers that read their weights at the speed of memory when a CPU decodes."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -43,20 +44,29 @@ def linears(pairs: Sequence[tuple[nn.Module, Tensor]]) -> list[Tensor]:
     first = pairs[0][1]
     if torch.is_grad_enabled() or not _decoding(first) or watched.by_others([first]):
         return [layer(x) for layer, x in pairs]
-    for layer, x in pairs:
-        if not isinstance(layer, Linear) or has_hooks(layer) or x.shape[:-1] != first.shape[:-1]:
-            return [layer(x) for layer, x in pairs]
-        if x.dtype != first.dtype or type(layer).forward is not Linear.forward or not layer._reads(x):
-            return [layer(x) for layer, x in pairs]
-    return row_products([Product(x, layer.weight, layer.bias) for layer, x in pairs])  # type: ignore[arg-type]
+    alike = all(x.shape[:-1] == first.shape[:-1] and x.dtype == first.dtype for _, x in pairs)
+    products = [Product(x, layer.weight, layer.bias) for layer, x in pairs if is_plain(layer, x)]
+    if alike and len(products) == len(pairs):
+        return row_products(products)
+    return [layer(x) for layer, x in pairs]
+
+
+def is_plain(layer: nn.Module, x: Tensor) -> TypeGuard[Linear]:
+    """Whether calling the layer without gradients does no more than the kernel would."""
+    return (
+        isinstance(layer, Linear)
+        and type(layer).forward is Linear.forward
+        and not has_hooks(layer)
+        and layer._reads(x)
+    )
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody waits for a call of the module: `accelerate` does, to fetch weights kept elsewhere."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
+    return bool(module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in module.__dict__)
 
 
 def _decoding(x: Tensor) -> bool:
     return (
-        not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu") and x.device.type == "cpu"
+        x.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
     )

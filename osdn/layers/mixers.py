@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from osdn.layers import decoding
 from osdn.layers.convolution import ShortConvolution
-from osdn.layers.linear import Linear, linears
+from osdn.layers.linear import Linear
 from osdn.layers.precision import GatedRMSNorm, l2_normalize, widen
 from osdn.layers.preconditioner import (
     OPERATORS,
@@ -145,7 +145,7 @@ class TokenMixer(nn.Module):
     """
 
     has_decay = False
-    fuses = False  # whether `step_gates` covers all that `log_decay` and `read_out` do
+    fuses = False  # whether its gate layers are all that `log_decay` and `read_out` call
     output_gate: str | None = None  # the activation of a gate on the output
     rates: tuple[float, float] = (0, 16)  # a decay's exp(A_log) starts as a uniform draw from this range
     preconditioner: Preconditioner | None
@@ -286,15 +286,18 @@ class TokenMixer(nn.Module):
             inputs = self.update(inputs)
         return inputs, [q_tail, k_tail, v_tail]
 
+    def state_shapes(self, N: int) -> tuple[Any, ...]:
+        """The shapes of a `MixerState` of N sequences, in its order; None for what this mixer has not."""
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        recurrent = (N, self.num_v_heads, self.head_k_dim, self.head_v_dim)
+        scale = None if self.preconditioner is None else (N, *self.preconditioner.state_shape)
+        return recurrent, scale, *((N, conv.kernel_size[0] - 1, conv.in_channels) for conv in convolutions)
+
     def _checked(self, state: MixerState, N: int) -> MixerState:
         """The state, if it is one of N sequences of this mixer."""
         if not isinstance(state, tuple) or len(state) != len(MixerState._fields):
             raise ValueError(f"state is a {type(state).__name__}; it must be what an earlier call returned")
-        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        recurrent = (N, self.num_v_heads, self.head_k_dim, self.head_v_dim)
-        scale = None if self.preconditioner is None else (N, *self.preconditioner.state_shape)
-        tails = [(N, conv.kernel_size[0] - 1, conv.in_channels) for conv in convolutions]
-        for name, x, shape in zip(MixerState._fields, state, (recurrent, scale, *tails)):
+        for name, x, shape in zip(MixerState._fields, state, self.state_shapes(N)):
             found = None if x is None else tuple(x.shape)
             if found != shape:
                 raise ValueError(
@@ -310,12 +313,12 @@ class TokenMixer(nn.Module):
         return self.o_norm(o)
 
     def gate_layers(self) -> tuple[nn.Module, ...]:
-        """The layers of the decay and the output gate that read the mixer's input."""
+        """The layers of the decay and of the output gate that read the mixer's input."""
         return ()
 
-    def step_gates(self, outputs: list[Tensor]) -> dict[str, Tensor]:
-        """Decay and output gate of a decoding step as `StepInputs` has them, from what `gate_layers` give."""
-        return {}
+    def inner_gate_layers(self) -> tuple[nn.Module, ...]:
+        """Those that read what `gate_layers` give, if there are any."""
+        return ()
 
 
 class DeltaNet(TokenMixer):
@@ -347,11 +350,6 @@ class DecayingMixer(TokenMixer):
     def initial_decay(self) -> tuple[Tensor, Tensor]:
         """Fresh values of `A_log` and `dt_bias`."""
         return first_decay(self.A_log.shape, self.dt_bias.shape, self.rates)
-
-    def step_gates(self, outputs: list[Tensor]) -> dict[str, Tensor]:
-        decay, gate = outputs
-        parameters = {"A_log": self.A_log.detach(), "dt_bias": self.dt_bias.detach()}
-        return {"decay": decay, "gate": gate, **parameters}
 
     def _decay(self, f: Tensor, bound: float | None = None) -> Tensor:  # [B, T, HV * n] -> [B, T, HV, n]
         rate = widen(self.A_log).exp()
@@ -439,8 +437,8 @@ class KimiDeltaAttention(DecayingMixer):
     def gate_layers(self) -> tuple[nn.Module, ...]:
         return self.f_proj[0], self.g_proj[0]
 
-    def step_gates(self, outputs: list[Tensor]) -> dict[str, Tensor]:
-        return super().step_gates(linears([(self.f_proj[1], outputs[0]), (self.g_proj[1], outputs[1])]))
+    def inner_gate_layers(self) -> tuple[nn.Module, ...]:
+        return self.f_proj[1], self.g_proj[1]
 
 
 def check_lower_bound(x: float | None) -> float | None:

@@ -50,8 +50,8 @@ class PreconditionerConfig:
         eta: step size of the online gradient.
         bounds: the box the scale is projected into after every token; None leaves it free.
         retention: what the scale keeps of itself at each token: None (all of it), a number in (0, 1],
-            "learned" (a gate per token and head), "learned_per_channel" (and key channel), or "tied" (the decay
-            of the layer's own state).
+            "learned" (a gate per token and head), "learned_per_channel" (and key channel), or "tied" (the
+            decay of the layer's own state).
         initial_scale: None (ones), or a learned one: "projected" into the bounds, or "free" of them.
         beta_aware: whether the inner loss sees the write strength `beta`.
     """

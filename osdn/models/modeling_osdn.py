@@ -25,6 +25,7 @@ from osdn.layers.updates import Update
 from osdn.models.attention import FULL, SLIDING, Attention, AttentionInputs, attention_inputs
 from osdn.models.cache import DeltaRuleCacheLayer, check_cache
 from osdn.models.configuration_osdn import MIXERS, OSDNConfig
+from osdn.models.decoder import decode
 from osdn.models.layout import Layout, lay_out
 from osdn.ops import watched
 
@@ -190,13 +191,16 @@ class OSDNModel(OSDNPreTrainedModel):
         x = layout.gather(x)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        decoded = None
+        if T == 1 and past_key_values is not None and layout.cu_seqlens is None and not output_hidden_states:
+            decoded = decode(self, x, past_key_values)
         hidden = []
-        for layer in self.layers:
+        for layer in self.layers if decoded is None else ():
             if output_hidden_states:
                 hidden.append(layout.spread(x))
                 x = layout.gather(hidden[-1])  # what is returned is what the next layer reads
             x = layer(x, past_key_values=past_key_values, layout=layout, attention=attention)
-        x = layout.spread(self.norm(x))
+        x = layout.spread(self.norm(x)) if decoded is None else decoded
         if past_key_values is not None:
             for cache in past_key_values.layers:
                 if isinstance(cache, DeltaRuleCacheLayer):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from osdn.ops import checks, watched
 from osdn.ops.cpu import compiled
-from osdn.ops.cpu.binding import Kernel, bind, element, run, wide
+from osdn.ops.cpu.binding import Kernel, bind, call, element, wide
 
 # `struct Step` in decode_step.h: these pointers, then integers, then numbers.
 INPUTS = (
@@ -105,7 +105,7 @@ def decode_step(inputs: StepInputs, settings: StepSettings, overwrite: bool = Fa
 
     With `overwrite`, the tails, the state and the scale may be moved on where they lie.
     """
-    _check(inputs, settings)
+    check(inputs, settings)
     numbers = settings.numbers(inputs.state.shape[2])
     if watched.by_others(inputs):
         return StepOutputs(*_operator(*inputs, numbers))
@@ -114,7 +114,7 @@ def decode_step(inputs: StepInputs, settings: StepSettings, overwrite: bool = Fa
     return StepOutputs(*outputs)
 
 
-def _check(x: StepInputs, settings: StepSettings) -> None:
+def check(x: StepInputs, settings: StepSettings) -> None:
     """Sizes and dtypes: the kernel trusts them."""
     if x.state.ndim != 4 or x.q.ndim != 2 or x.q_taps.ndim != 2:
         raise ValueError(
@@ -170,14 +170,20 @@ def _kernel(dtype: torch.dtype) -> Kernel:
 
 
 def _run(x: StepInputs, numbers: list[float], outputs: Sequence[Tensor]) -> None:
-    tensors = [None if y is None else y.resolve_neg().contiguous() for y in x]
+    x = StepInputs(*(None if y is None else y.resolve_neg().contiguous() for y in x))  # type: ignore[arg-type]
+    call(_kernel(wide(x.q.dtype)), packed(x, numbers, outputs))
+
+
+def packed(x: StepInputs, numbers: list[float], outputs: Sequence[Tensor]) -> bytes:
+    """A step of contiguous tensors as the kernel takes it."""
     N, HV, K, V = x.state.shape
     activation, tied, beta_aware, *reals = numbers
     kinds = (_kind(x.decay, HV), 3 if tied else _kind(x.retention, HV), int(activation))
     elements = [0 if y is None else element(y.dtype) for y in (x.q, x.A_log, x.norm)]
     sizes = (N, x.q.shape[1] // K, HV, K, V, x.q_taps.shape[1])
     rest = (*kinds, x.scale is not None, int(beta_aware), *elements, torch.get_num_threads(), *reals)
-    run(_kernel(wide(x.q.dtype)), LAYOUT, (*tensors, *outputs, *sizes, *rest))
+    pointers = (0 if y is None else y.data_ptr() for y in (*x, *outputs))
+    return LAYOUT.pack(*pointers, *sizes, *rest)
 
 
 def _kind(x: Tensor | None, HV: int) -> int:

@@ -18,6 +18,8 @@
 // shape and index before it calls.
 
 #include <atomic>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -28,20 +30,36 @@
 #include "forward.h"
 #include "gated_norm.h"
 #include "normalize.h"
+#include "program.h"
 #include "row_product.h"
 
 namespace {
 
-// Runs f() on several threads at once.
+// Runs f(wait) on several threads at once; wait() returns when all of them have called it.
 template <class F>
 void on_threads(int64_t threads, F&& f) {
 #ifdef __SANITIZE_THREAD__  // it cannot see how OpenMP's threads wait for each other
+    std::mutex mutex;
+    std::condition_variable all;
+    int64_t arrived = 0, round = 0;
+    const auto wait = [&] {
+        std::unique_lock<std::mutex> lock(mutex);
+        const int64_t mine = round;
+        if (++arrived == threads) {
+            arrived = 0;
+            round++;
+            all.notify_all();
+        }
+        all.wait(lock, [&] { return round != mine; });
+    };
     std::vector<std::thread> team;
-    for (int64_t i = 0; i < threads; i++) team.emplace_back(f);
+    for (int64_t i = 0; i < threads; i++) team.emplace_back([&] { f(wait); });
     for (auto& thread : team) thread.join();
 #else
 #pragma omp parallel num_threads(int(threads)) if (threads > 1)
-    f();
+    f([] {
+#pragma omp barrier
+    });
 #endif
 }
 
@@ -51,7 +69,7 @@ template <class F>
 int for_each(int64_t items, int64_t threads, F&& f) {
     std::atomic<int64_t> next{0};
     std::atomic<int> failed{0};
-    on_threads(threads, [&] {
+    on_threads(threads, [&](auto&&) {
         for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
             try {
                 f(i);
@@ -116,11 +134,41 @@ int row_products(const Product* calls) {
     const int64_t threads = std::max<int64_t>(1, std::min(calls->threads, work / GRAIN));
     std::vector<std::atomic<int64_t>> next(calls->more + 1);
     std::atomic<int> failed{0};
-    on_threads(threads, [&] {
+    on_threads(threads, [&](auto&&) {
         try {
             product_thread<REAL>(calls, PIECES * threads, [&](int64_t i) { return next[i]++; });
         } catch (const std::bad_alloc&) {
             failed = 1;
+        }
+        scratch.trim();
+    });
+    return failed;
+}
+
+int run_program(const Instruction* program) {
+    int64_t work = 0, counters = 0, threads = 1;
+    const Instruction* x = program;
+    for (; x->kind != END; x++) {
+        counters += counters_of(*x);
+        if (x->kind != PRODUCTS) continue;
+        const Product* calls = static_cast<const Product*>(x->call);
+        for (int64_t i = 0; i <= calls->more; i++) work += calls[i].M * calls[i].N * calls[i].K;
+        threads = calls->threads;
+    }
+    threads = std::max<int64_t>(1, std::min(threads, work / std::max<int64_t>(1, x - program) / GRAIN));
+    std::vector<std::atomic<int64_t>> taken(counters);
+    std::atomic<int> failed{0};
+    on_threads(threads, [&](auto&& wait) {
+        std::atomic<int64_t>* next = taken.data();
+        for (const Instruction* x = program; x->kind != END; x++) {
+            try {
+                run_instruction<REAL>(*x, threads, next);
+            } catch (const std::bad_alloc&) {
+                failed = 1;
+            }
+            next += counters_of(*x);
+            drain();
+            wait();
         }
         scratch.trim();
     });
@@ -180,6 +228,7 @@ int osdn_step(const Step* call) {
                     [&](int64_t item) { step_item<REAL>(*call, item); });
 }
 int osdn_row_products(const Product* calls) { return row_products(calls); }
+int osdn_program(const Instruction* program) { return run_program(program); }
 int osdn_rows(const Rows* call) { return over_tokens(*call, false); }
 int osdn_rows_back(const Rows* call) { return over_tokens(*call, true); }
 int osdn_gated_norm(const GatedNorm* call) { return gated_norm(*call, false); }

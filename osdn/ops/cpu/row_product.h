@@ -17,6 +17,7 @@
     extern "C" const char osdn_product_call[] = #__VA_ARGS__;
 DECLARE_PRODUCT(
     const void *x, *weight, *bias;  // [M, K], [N, K], [N] or null
+    const void* add;                // [M, N] or null: added to the rounded product; may be `out`
     void* out;                      // [M, N]
     int64_t M, N, K, element, threads;
     int64_t more;)  // how many further products follow this one in memory; they share M, element and threads
@@ -99,7 +100,12 @@ void multiply_rows(const Product& call, const R* x, int64_t Kp, int64_t first, i
         }
         Vec<R> bias = {};
         if (call.bias) bias = load_part<R>(static_cast<const E*>(call.bias) + n, count);
-        for (int j = 0; j < call.M; j++) store_part<R, E>(out + j * call.N + n, count, load(results[j]) + bias);
+        for (int j = 0; j < call.M; j++) {
+            const int64_t at = j * call.N + n;
+            Vec<R> y = load(results[j]) + bias;
+            if (call.add) y = rounded<E>(y) + load_part<R>(static_cast<const E*>(call.add) + at, count);
+            store_part<R, E>(out + at, count, y);
+        }
     }
 }
 

@@ -19,7 +19,7 @@ from osdn.ops.cpu.binding import Kernel, bind, call, element, wide
 MOST_ROWS = 4  # beyond, there is more to do than to read, and F.linear is faster
 
 # `struct Product` in row_product.h
-FIELDS = ("x", "weight", "bias", "out", "M", "N", "K", "element", "threads", "more")
+FIELDS = ("x", "weight", "bias", "add", "out", "M", "N", "K", "element", "threads", "more")
 LAYOUT = struct.Struct(f"{len(FIELDS)}q")
 
 
@@ -94,14 +94,19 @@ def row_products(products: Sequence[Product]) -> list[Tensor]:
     """
     rows = [x.resolve_neg().contiguous() for x, _, _ in products]
     outputs = [x.new_empty(*x.shape[:-1], len(weight)) for x, weight, _ in products]
-    shared = (element(rows[0].dtype), torch.get_num_threads())
-    calls = b""
-    for i, (x, (_, weight, bias), out) in enumerate(zip(rows, products, outputs)):
-        N, K = weight.shape
-        pointers = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
-        calls += LAYOUT.pack(*pointers, x.numel() // K, N, K, *shared, len(products) - 1 - i)
-    call(_kernel(wide(rows[0].dtype)), calls)
+    call(_kernel(wide(rows[0].dtype)), packed([Product(x, *p[1:]) for x, p in zip(rows, products)], outputs))
     return outputs
+
+
+def packed(products: Sequence[Product], outputs: Sequence[Tensor], add: Tensor | None = None) -> bytes:
+    """Products of contiguous tensors as the kernel takes them; `add` is added to each."""
+    shared = (element(outputs[0].dtype), torch.get_num_threads())
+    calls = b""
+    for i, ((x, weight, bias), out) in enumerate(zip(products, outputs)):
+        N, K = weight.shape
+        pointers = [0 if y is None else y.data_ptr() for y in (x, weight, bias, add, out)]
+        calls += LAYOUT.pack(*pointers, x.numel() // K, N, K, *shared, len(products) - 1 - i)
+    return calls
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

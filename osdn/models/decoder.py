@@ -20,15 +20,17 @@ from osdn.layers.linear import has_hooks, is_plain
 from osdn.layers.mixers import TokenMixer
 from osdn.layers.precision import RMSNorm
 from osdn.models.cache import DeltaRuleCacheLayer
+from osdn.models.quantization import QuantizedLinear
 from osdn.ops import watched
 from osdn.ops.cpu.binding import wide
 from osdn.ops.cpu.decode_step import usable
 from osdn.ops.cpu.program import Program
-from osdn.ops.cpu.row_product import MOST_ROWS, Product
+from osdn.ops.cpu.row_product import Product
 
 if TYPE_CHECKING:
     from osdn.models.modeling_osdn import OSDNModel
 
+MOST_ROWS = 8  # for more of them, PyTorch's products gain more than calls cost
 States = list[list[Tensor | None]]  # of every layer, in the order of `Program.run`
 
 
@@ -142,9 +144,10 @@ class Snapshot:
         for m in self.modules:
             self.entries += [(m._modules, *item) for item in m._modules.items()]
             self.entries += [(m._parameters, *item) for item in m._parameters.items()]
+            self.entries += [(m._buffers, *item) for item in m._buffers.items()]
             self.entries += [(m.__dict__, x, m.__dict__[x]) for x in SETTINGS if x in m.__dict__]
-        parameters = [x for m in self.modules for x in m._parameters.values() if x is not None]
-        self.addresses = [(x, x.data_ptr(), x.dtype) for x in parameters]
+        tensors = [x for m in self.modules for x in (*m._parameters.values(), *m._buffers.values())]
+        self.addresses = [(x, x.data_ptr(), x.dtype) for x in tensors if x is not None]
 
     def holds(self) -> bool:
         """Whether all of it is still so; asked for every token, so it must be quick."""
@@ -189,6 +192,8 @@ def _norm(program: Program, norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _product(layer: nn.Module, x: Tensor) -> Product:
-    if not is_plain(layer, x):
+    if isinstance(layer, QuantizedLinear) and not has_hooks(layer) and layer.readable(x):
+        return layer.product(x)
+    if not is_plain(layer, x[:1]):
         raise NotPlainError
     return Product(x, layer.weight.detach(), None if layer.bias is None else layer.bias.detach())

@@ -1,8 +1,9 @@
-"""Linear layers with small weights, on PyTorch's packed kernels for CPUs.
+"""Linear layers with small weights, on kernels for CPUs.
 
 Decoding reads every weight once per token, so it is as fast as its weights are small.  int8 has one scale per
 output channel, int4 a scale and a zero per group of 32 input channels.  Embeddings, convolutions, write gates
-and decays, norms, state and scale stay as they are.  Prompts gain nothing: there arithmetic is the limit.
+and decays, norms, state and scale stay as they are.  Prompts gain nothing: there arithmetic is the limit, and
+the weights are widened first.
 """
 
 from typing import Any
@@ -16,71 +17,103 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from osdn.layers.linear import Linear
+from osdn.ops import watched
+from osdn.ops.cpu import compiled
+from osdn.ops.cpu.binding import HALVES
+from osdn.ops.cpu.row_product import Product, row_products
 
 GROUP = 32  # input channels that share a scale in int4
-MULTIPLE = 64  # of output channels, which the kernels take at once
+MULTIPLE = 64  # of output channels: smaller layers are not worth it
 GATES = ("f_proj", "preconditioner")  # decays: few weights, and much depends on them
-FEW_ROWS = 4  # with more of them, int8 is faster converted than packed
+FEW_ROWS = 16  # for more of them widened weights are faster
 
 
-class Int8Linear(nn.Module):
-    """`nn.Linear` with a weight of 8 bits, symmetric, one scale per output channel."""
+class QuantizedLinear(nn.Module):
+    """`nn.Linear` with weights of a few bits, which the kernel widens as it reads them."""
 
     weight: Tensor
-    scale: Tensor
+    scales: Tensor
     bias: Tensor | None
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        wide = linear.weight.detach().float()
-        scale = (wide.abs().amax(1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
-        self.register_buffer("weight", (wide / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale[:, 0].to(linear.weight.dtype))
+        for name, x in self.quantized(linear.weight.detach().float()).items():
+            self.register_buffer(name, x)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        if len(rows) <= FEW_ROWS:
-            y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)
-        else:
-            y = F.linear(rows, self.weight.to(x.dtype)) * self.scale
-        return _with_bias(y, self.bias).unflatten(0, x.shape[:-1])
+    @staticmethod
+    def quantized(weight: Tensor) -> dict[str, Tensor]:
+        """The buffers that stand for a weight in float32."""
+        raise NotImplementedError
 
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """The weight that they stand for."""
+        raise NotImplementedError
 
-class Int4Linear(nn.Module):
-    """`nn.Linear` with a weight of 4 bits, a scale and a zero per group of input channels."""
+    def product(self, x: Tensor) -> Product:
+        """What the kernel is called with."""
+        raise NotImplementedError
 
-    weight: Tensor
-    scale_and_zero: Tensor
-    bias: Tensor | None
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        groups = linear.weight.detach().float().unflatten(1, (-1, GROUP))
-        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-        scale = ((high - low) / 15).clamp_min(1e-6).to(linear.weight.dtype)
-        zero = (low + 8 * scale.float()).to(linear.weight.dtype)  # the weight that the code 8 stands for
-        codes = ((groups - zero.float()) / scale.float() + 8).round().clamp(0, 15).to(torch.int32)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.flatten(1), 1)
-        self.register_buffer("weight", packed)
-        pairs = torch.stack([scale[..., 0].T, zero[..., 0].T], -1)  # [groups, output channels, 2]
-        self.register_buffer("scale_and_zero", pairs.contiguous())
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.flatten(0, -2).contiguous(), self.weight, GROUP, self.scale_and_zero
+    def readable(self, x: Tensor) -> bool:
+        """Whether the kernel can multiply `x`, without a gradient."""
+        return (
+            x.device.type == "cpu"
+            and x.dtype in (torch.float32, *HALVES)
+            and x.shape[-1] == self.in_features
+            and (self.bias is None or self.bias.dtype == x.dtype)
+            and not watched.by_autograd([x])
+            and not watched.by_others([x])
+            and not watched.by_transforms()
+            and compiled()
         )
-        return _with_bias(y, self.bias).unflatten(0, x.shape[:-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if 0 < x.numel() <= FEW_ROWS * x.shape[-1] and self.readable(x):
+            return row_products([self.product(x)])[0]
+        return F.linear(x, self.widened(x.dtype), self.bias)
 
 
-LAYERS: dict[str, type[nn.Module]] = {"int8": Int8Linear, "int4": Int4Linear}
+class Int8Linear(QuantizedLinear):
+    """8 bits, symmetric, one scale per output channel."""
+
+    @staticmethod
+    def quantized(weight: Tensor) -> dict[str, Tensor]:
+        scales = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        return {"weight": (weight / scales[:, None]).round().to(torch.int8), "scales": scales}
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype) * self.scales.to(dtype)[:, None]
+
+    def product(self, x: Tensor) -> Product:
+        return Product(x, self.weight, self.bias, self.scales.float())
 
 
-def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    return y if bias is None else y + bias
+class Int4Linear(QuantizedLinear):
+    """4 bits, a scale and a zero per group of input channels."""
+
+    zeros: Tensor
+
+    @staticmethod
+    def quantized(weight: Tensor) -> dict[str, Tensor]:
+        groups = weight.unflatten(1, (-1, GROUP))
+        low, high = groups.amin(-1), groups.amax(-1)
+        scales = ((high - low) / 15).clamp_min(1e-6).bfloat16()
+        zeros = low.bfloat16()
+        codes = ((groups - zeros[..., None].float()) / scales[..., None].float()).round().clamp(0, 15)
+        first, second = codes.to(torch.uint8).chunk(2, -1)
+        return {"weight": (first | second << 4).flatten(1), "scales": scales, "zeros": zeros}
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        codes = self.weight.unflatten(1, (-1, GROUP // 2))
+        codes = torch.cat([codes & 15, codes >> 4], -1).to(dtype)  # [N, groups, GROUP]
+        return (codes * self.scales[..., None].to(dtype) + self.zeros[..., None].to(dtype)).flatten(1)
+
+    def product(self, x: Tensor) -> Product:
+        return Product(x, self.weight, self.bias, self.scales.bfloat16(), self.zeros.bfloat16())
+
+
+LAYERS: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "int4": Int4Linear}
 
 
 def quantize(model: nn.Module, weights: str) -> nn.Module:

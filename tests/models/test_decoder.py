@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from osdn import OSDNConfig, OSDNForCausalLM
 from osdn.models import decoder
+from osdn.models.quantization import quantize
 from osdn.ops import available_backends
 from tests.ops.problems import relative_error, threads
 
@@ -97,6 +98,17 @@ def test_one_model_serves_several_caches_and_batches(runs):
     for batch in (1, 2, 1):
         assert torch.equal(decode(model, batch=batch)[0], want[batch])
     assert len(runs) == 5 * STEPS
+
+
+@pytest.mark.parametrize("batch", [1, 5, 8])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_small_weights_are_read_by_the_program(weights, dtype, batch, runs, monkeypatch):
+    model = quantize(build("oskda", dtype, hidden_size=128, intermediate_size=192), weights)
+    got, _ = decode(model, batch=batch)
+    assert runs == [batch] * STEPS
+    want, _ = decode(model, monkeypatch, batch=batch)
+    assert relative_error(got, want) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
 def replace_weight(model):
@@ -191,7 +203,7 @@ def test_hidden_states_gradients_and_many_rows_take_the_layers(runs):
         one = torch.ones(BATCH, 1, dtype=torch.int64)
         hidden = model(one, past_key_values=cache, output_hidden_states=True).hidden_states
         assert len(hidden) == model.config.num_hidden_layers + 1
-        decode(model, batch=5)
+        decode(model, batch=9)
         with torch.autocast("cpu", torch.bfloat16):
             model(one, past_key_values=cache)
     model(one, past_key_values=cache).logits.sum().backward()

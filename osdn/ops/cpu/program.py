@@ -49,7 +49,7 @@ class Program:
 
     def products(self, products: Sequence[Product], add: Tensor | None = None) -> list[Tensor]:
         """Outputs `[M, N]` of products of `[M, K]`; with `add` `[M, N]`, they are added to it in place."""
-        outputs = [x.new_empty(len(x), len(weight)) if add is None else add for x, weight, _ in products]
+        outputs = [p.x.new_empty(len(p.x), len(p.weight)) if add is None else add for p in products]
         tensors = [x for product in products for x in product if x is not None]
         self._add(PRODUCTS, row_product.packed(products, outputs, add), [*tensors, *outputs])
         return outputs

@@ -5,6 +5,9 @@
 // of W from its beginning to its end, with all rows of x at hand in its L1 or L2 cache.  Numbers of 16 bits are widened
 // on the way.  Of bfloat16, two lie in 32 bits and are a shift and a mask away from two vectors, one of the elements at
 // even places and one of those at odd ones; x is laid out in the same way beforehand.
+//
+// Weights of 8 bits have a scale per row.  Of 4 bits, 32 neighbours share a scale and a zero and lie in 16 bytes: the
+// first 16 in the low halves, the others in the high ones.  Their sum with x is scale Σ code x + zero Σ x.
 
 #pragma once
 
@@ -17,15 +20,17 @@
     extern "C" const char osdn_product_call[] = #__VA_ARGS__;
 DECLARE_PRODUCT(
     const void *x, *weight, *bias;  // [M, K], [N, K], [N] or null
+    const void *scales, *zeros;     // of weights of 8 bits [N] in float32; of 4 bits [N, K / 32] each in bfloat16
     const void* add;                // [M, N] or null: added to the rounded product; may be `out`
     void* out;                      // [M, N]
-    int64_t M, N, K, element, threads;
-    int64_t more;)  // how many further products follow this one in memory; they share M, element and threads
+    int64_t M, N, K, element, bits, threads;  // bits of quantized weights; 0: they are stored as x is
+    int64_t more;)  // how many further products follow this one in memory; they share the element and the threads
 extern "C" const int64_t osdn_product_size = sizeof(Product);
 
 namespace {
 
 constexpr int64_t PIECES = 4;  // of W per thread: one that is held up leaves some to the others
+constexpr int GROUP = 32;      // weights of 4 bits that share a scale and a zero
 
 // Two vectors of W from memory: E at p, the first 2 W elements in the order of `arrange`.
 template <class R, class E>
@@ -85,60 +90,157 @@ INLINE void multiply(const E* w, int64_t K, const R* x, int64_t Kp, R (&out)[M])
     }
 }
 
-// Rows [first, last) of W with all rows of x, arranged, and rows of zeros up to M.
+// Bytes from memory as numbers.
+template <class R, class B>
+INLINE Vec<R> load_bytes(const B* p) {
+    typedef B Bytes __attribute__((vector_size(W<R>)));
+    Bytes bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, Vec<R>);
+}
+// The same with a row of W of 8 bits, without its scale; K is a multiple of GROUP.
+template <class R, int M>
+INLINE void multiply_int8(const int8_t* w, int64_t K, const R* x, int64_t Kp, R (&out)[M]) {
+    constexpr int U = GROUP / W<R>;
+    Vec<R> sum[M][U] = {};
+    for (int64_t i = 0; i < K; i += GROUP)
+        UNROLL
+        for (int u = 0; u < U; u++) {
+            const Vec<R> a = load_bytes<R>(w + i + u * W<R>);
+            UNROLL
+            for (int m = 0; m < M; m++) sum[m][u] += a * load(x + m * Kp + i + u * W<R>);
+        }
+    UNROLL
+    for (int m = 0; m < M; m++) {
+        UNROLL
+        for (int u = 1; u < U; u++) sum[m][0] += sum[m][u];
+        out[m] = total<R>(sum[m][0]);
+    }
+}
+// With a row of W of 4 bits; after the elements of a row of x come their sums over groups, zero beyond the last.
+template <class R, int M>
+INLINE void multiply_int4(const uint8_t* w, const Bfloat16* scales, const Bfloat16* zeros, int64_t K, const R* x,
+                          int64_t Kp, R (&out)[M]) {
+    const int64_t groups = K / GROUP;
+    Vec<R> sum[M] = {};
+    for (int64_t g0 = 0; g0 < groups; g0 += W<R>) {
+        const int count = int(std::min<int64_t>(groups - g0, W<R>));
+        alignas(BYTES) R scale[W<R>];
+        store(scale, load_part<R>(scales + g0, count));
+        const Vec<R> zero = load_part<R>(zeros + g0, count);
+        UNROLL
+        for (int m = 0; m < M; m++) sum[m] += zero * load(x + m * Kp + K + g0);
+        for (int g = 0; g < count; g++) {
+            const uint8_t* codes = w + (g0 + g) * (GROUP / 2);
+            const R* at = x + (g0 + g) * GROUP;
+            Vec<R> part[M] = {};
+            UNROLL
+            for (int i = 0; i < GROUP / 2; i += W<R>) {
+                typedef uint8_t Bytes __attribute__((vector_size(W<R>)));
+                Bytes both;
+                std::memcpy(&both, codes + i, sizeof both);
+                const Vec<R> low = __builtin_convertvector(both & 15, Vec<R>);
+                const Vec<R> high = __builtin_convertvector(both >> 4, Vec<R>);
+                UNROLL
+                for (int m = 0; m < M; m++)
+                    part[m] += low * load(at + m * Kp + i) + high * load(at + m * Kp + GROUP / 2 + i);
+            }
+            UNROLL
+            for (int m = 0; m < M; m++) sum[m] += part[m] * splat(scale[g]);
+        }
+    }
+    UNROLL
+    for (int m = 0; m < M; m++) out[m] = total<R>(sum[m]);
+}
+
+// A row of W with M rows of x.
 template <class R, class E, int M>
-void multiply_rows(const Product& call, const R* x, int64_t Kp, int64_t first, int64_t last) {
-    constexpr int64_t WIDTH = W<R>;
-    E* out = static_cast<E*>(call.out);
-    for (int64_t n = first; n < last; n += WIDTH) {  // as many results as a vector has elements leave together
-        const int count = int(std::min(WIDTH, last - n));
-        alignas(BYTES) R results[M][WIDTH] = {};
-        for (int r = 0; r < count; r++) {
-            R sums[M];
-            multiply<R, E, M>(static_cast<const E*>(call.weight) + (n + r) * call.K, call.K, x, Kp, sums);
-            for (int j = 0; j < M; j++) results[j][r] = sums[j];
+INLINE void multiply_any(const Product& call, int64_t n, const R* x, int64_t Kp, R (&out)[M]) {
+    const int64_t K = call.K, groups = K / GROUP;
+    if constexpr (std::is_same_v<R, float>) {
+        if (call.bits == 8) {
+            multiply_int8<R, M>(static_cast<const int8_t*>(call.weight) + n * K, K, x, Kp, out);
+            const R scale = static_cast<const float*>(call.scales)[n];
+            for (int m = 0; m < M; m++) out[m] *= scale;
+            return;
         }
-        Vec<R> bias = {};
-        if (call.bias) bias = load_part<R>(static_cast<const E*>(call.bias) + n, count);
-        for (int j = 0; j < call.M; j++) {
-            const int64_t at = j * call.N + n;
-            Vec<R> y = load(results[j]) + bias;
-            if (call.add) y = rounded<E>(y) + load_part<R>(static_cast<const E*>(call.add) + at, count);
-            store_part<R, E>(out + at, count, y);
+        if (call.bits == 4)
+            return multiply_int4<R, M>(static_cast<const uint8_t*>(call.weight) + n * K / 2,
+                                       static_cast<const Bfloat16*>(call.scales) + n * groups,
+                                       static_cast<const Bfloat16*>(call.zeros) + n * groups, K, x, Kp, out);
+    }
+    multiply<R, E, M>(static_cast<const E*>(call.weight) + n * K, K, x, Kp, out);
+}
+// Rows [first, last) of W, at most as many as a vector has elements, with the M rows of x and out from m on.
+template <class R, class E, int M>
+void multiply_rows(const Product& call, const R* x, int64_t Kp, int64_t first, int64_t last, int64_t m) {
+    const int count = int(last - first);
+    alignas(BYTES) R results[M][W<R>] = {};
+    for (int r = 0; r < count; r++) {
+        R sums[M];
+        multiply_any<R, E, M>(call, first + r, x + m * Kp, Kp, sums);
+        for (int j = 0; j < M; j++) results[j][r] = sums[j];
+    }
+    Vec<R> bias = {};
+    if (call.bias) bias = load_part<R>(static_cast<const E*>(call.bias) + first, count);
+    for (int j = 0; j < M; j++) {
+        const int64_t at = (m + j) * call.N + first;
+        Vec<R> y = load(results[j]) + bias;
+        if (call.add) y = rounded<E>(y) + load_part<R>(static_cast<const E*>(call.add) + at, count);
+        store_part<R, E>(static_cast<E*>(call.out) + at, count, y);
+    }
+}
+// Rows [first, last) of W with all rows of x: some rows of W stay in the L1 cache for all of them.
+template <class R, class E>
+void multiply_piece(const Product& call, const R* x, int64_t Kp, int64_t first, int64_t last) {
+    for (int64_t n = first; n < last; n += W<R>) {
+        const int64_t end = std::min<int64_t>(n + W<R>, last);
+        int64_t m = 0;
+        for (; m + 4 <= call.M; m += 4) multiply_rows<R, E, 4>(call, x, Kp, n, end, m);
+        if (call.M - m >= 2) {
+            multiply_rows<R, E, 2>(call, x, Kp, n, end, m);
+            m += 2;
         }
+        if (m < call.M) multiply_rows<R, E, 1>(call, x, Kp, n, end, m);
     }
 }
 
-// What one thread does: pieces of every matrix, until none are left.  next(i) is the next piece of the i-th matrix.
-template <class R, class E, int M, class F>
-void product_pieces(const Product* calls, int64_t pieces, F&& next) {
-    int64_t longest = 0;
-    for (int64_t i = 0; i <= calls->more; i++) longest = std::max(longest, calls[i].K);
-    R* x;
-    scratch.divide<R>({{&x, M * round_up(longest, 2 * W<R>)}});
-    const Product* arranged = nullptr;
-    for (int64_t i = 0; i <= calls->more; i++) {
-        const Product& call = calls[i];
-        const int64_t Kp = round_up(call.K, 2 * W<R>);
-        if (!arranged || call.x != arranged->x || call.K != arranged->K) {
-            for (int64_t m = 0; m < call.M; m++)
-                arrange<R, E>(static_cast<const E*>(call.x) + m * call.K, call.K, Kp, x + m * Kp);
-            std::memset(x + call.M * Kp, 0, (M - call.M) * Kp * sizeof(R));
-            arranged = &call;
-        }
-        const int64_t own = std::min(pieces, call.N);
-        for (int64_t p; (p = next(i)) < own;)
-            multiply_rows<R, E, M>(call, x, Kp, p * call.N / own, (p + 1) * call.N / own);
-    }
+// Elements of a row of x as they are laid out for a product.
+template <class R>
+int64_t arranged_size(const Product& call) {
+    const int64_t K = round_up(call.K, 2 * W<R>);
+    return call.bits == 4 ? call.K + round_up(call.K / GROUP, W<R>) : K;
 }
-// For at most 4 rows of x.
+template <class R, class E>
+void arrange_row(const Product& call, const E* x, int64_t Kp, R* to) {
+    if (!call.bits) return arrange<R, E>(x, call.K, Kp, to);
+    for (int64_t i = 0; i < call.K; i += W<R>) store(to + i, load_wide(x + i));
+    if (call.bits == 8) return;
+    std::memset(to + call.K, 0, (Kp - call.K) * sizeof(R));
+    for (int64_t i = 0; i < call.K; i++) to[call.K + i / GROUP] += to[i];
+}
+
+// What one thread does: pieces of every matrix, until none are left.  next(i) is the next piece of the i-th matrix.
 template <class R, class F>
 void product_thread(const Product* calls, int64_t pieces, F&& next) {
     with_element<R>(calls->element, [&](auto element) {
         using E = decltype(element);
-        if (calls->M <= 1) return product_pieces<R, E, 1>(calls, pieces, next);
-        if (calls->M <= 2) return product_pieces<R, E, 2>(calls, pieces, next);
-        product_pieces<R, E, 4>(calls, pieces, next);
+        int64_t largest = 0;
+        for (int64_t i = 0; i <= calls->more; i++)
+            largest = std::max(largest, calls[i].M * arranged_size<R>(calls[i]));
+        R* x;
+        scratch.divide<R>({{&x, largest}});
+        const Product* arranged = nullptr;
+        for (int64_t i = 0; i <= calls->more; i++) {
+            const Product& call = calls[i];
+            const int64_t Kp = arranged_size<R>(call), own = std::min(pieces, call.N);
+            if (!arranged || call.x != arranged->x || call.K != arranged->K || call.bits != arranged->bits)
+                for (int64_t m = 0; m < call.M; m++)
+                    arrange_row<R, E>(call, static_cast<const E*>(call.x) + m * call.K, Kp, x + m * Kp);
+            arranged = &call;
+            for (int64_t p; (p = next(i)) < own;)
+                multiply_piece<R, E>(call, x, Kp, p * call.N / own, (p + 1) * call.N / own);
+        }
     });
 }
 

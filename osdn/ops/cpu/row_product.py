@@ -19,7 +19,10 @@ from osdn.ops.cpu.binding import Kernel, bind, call, element, wide
 MOST_ROWS = 4  # beyond, there is more to do than to read, and F.linear is faster
 
 # `struct Product` in row_product.h
-FIELDS = ("x", "weight", "bias", "add", "out", "M", "N", "K", "element", "threads", "more")
+FIELDS = (
+    *("x", "weight", "bias", "scales", "zeros", "add", "out"),
+    *("M", "N", "K", "element", "bits", "threads", "more"),
+)
 LAYOUT = struct.Struct(f"{len(FIELDS)}q")
 
 
@@ -80,32 +83,44 @@ def _kernel(dtype: torch.dtype) -> Kernel:
 
 
 class Product(NamedTuple):
-    """The arguments of `row_product`."""
+    """The arguments of `row_product`, for quantized weights too.
 
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
+    In int8 they have one scale per row: `x @ (weight * scales[:, None]).T`.  In 4 bits, 32 neighbours lie in
+    16 bytes, the first 16 in the low halves, and stand for `scale * code + zero`.
+    """
+
+    x: Tensor  # [..., K]; with quantized weights not in float64
+    weight: Tensor  # [N, K] in x's dtype or int8, or [N, K / 2] in uint8; K is then a multiple of 32
+    bias: Tensor | None = None  # [N] in x's dtype
+    scales: Tensor | None = None  # of int8 [N] in float32; of 4 bits [N, K / 32] in bfloat16
+    zeros: Tensor | None = None  # of 4 bits [N, K / 32] in bfloat16
+
+    @property
+    def bits(self) -> int:
+        """Of quantized weights; 0 otherwise."""
+        return {torch.int8: 8, torch.uint8: 4}.get(self.weight.dtype, 0)
 
 
 def row_products(products: Sequence[Product]) -> list[Tensor]:
     """Several products by one call, in which threads wait for each other only once.
 
-    All have as many rows and one dtype, and `usable` holds for each; sizes are not checked again.
+    Their x have one dtype and lie on a CPU.  Sizes and dtypes are not checked: the caller has seen to them.
     """
-    rows = [x.resolve_neg().contiguous() for x, _, _ in products]
-    outputs = [x.new_empty(*x.shape[:-1], len(weight)) for x, weight, _ in products]
-    call(_kernel(wide(rows[0].dtype)), packed([Product(x, *p[1:]) for x, p in zip(rows, products)], outputs))
+    given = [p._replace(x=p.x.resolve_neg().contiguous()) for p in products]
+    outputs = [p.x.new_empty(*p.x.shape[:-1], len(p.weight)) for p in products]
+    call(_kernel(wide(outputs[0].dtype)), packed(given, outputs))
     return outputs
 
 
 def packed(products: Sequence[Product], outputs: Sequence[Tensor], add: Tensor | None = None) -> bytes:
     """Products of contiguous tensors as the kernel takes them; `add` is added to each."""
-    shared = (element(outputs[0].dtype), torch.get_num_threads())
+    elements, threads = element(outputs[0].dtype), torch.get_num_threads()
     calls = b""
-    for i, ((x, weight, bias), out) in enumerate(zip(products, outputs)):
-        N, K = weight.shape
-        pointers = [0 if y is None else y.data_ptr() for y in (x, weight, bias, add, out)]
-        calls += LAYOUT.pack(*pointers, x.numel() // K, N, K, *shared, len(products) - 1 - i)
+    for i, (p, out) in enumerate(zip(products, outputs)):
+        pointers = [0 if y is None else y.data_ptr() for y in (*p, add, out)]
+        N, K = out.shape[-1], p.x.shape[-1]
+        more = len(products) - 1 - i
+        calls += LAYOUT.pack(*pointers, p.x.numel() // K, N, K, elements, p.bits, threads, more)
     return calls
 
 

@@ -90,13 +90,21 @@ INLINE void multiply(const E* w, int64_t K, const R* x, int64_t Kp, R (&out)[M])
     }
 }
 
-// Bytes from memory as numbers.
-template <class R, class B>
-INLINE Vec<R> load_bytes(const B* p) {
-    typedef B Bytes __attribute__((vector_size(W<R>)));
-    Bytes bytes;
-    std::memcpy(&bytes, p, sizeof bytes);
-    return __builtin_convertvector(bytes, Vec<R>);
+// As many bytes from memory as a vector of float32 has elements, as integers.
+typedef Bits<float>::type Integers;
+template <class B>
+INLINE Integers load_bytes(const B* p) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return Integers(std::is_signed_v<B> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return Integers(std::is_signed_v<B> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+    Integers x;
+    for (int i = 0; i < W<float>; i++) x[i] = p[i];
+    return x;
+#endif
 }
 // The same with a row of W of 8 bits, without its scale; K is a multiple of GROUP.
 template <class R, int M>
@@ -106,7 +114,7 @@ INLINE void multiply_int8(const int8_t* w, int64_t K, const R* x, int64_t Kp, R 
     for (int64_t i = 0; i < K; i += GROUP)
         UNROLL
         for (int u = 0; u < U; u++) {
-            const Vec<R> a = load_bytes<R>(w + i + u * W<R>);
+            const Vec<R> a = __builtin_convertvector(load_bytes(w + i + u * W<R>), Vec<R>);
             UNROLL
             for (int m = 0; m < M; m++) sum[m][u] += a * load(x + m * Kp + i + u * W<R>);
         }
@@ -122,23 +130,21 @@ template <class R, int M>
 INLINE void multiply_int4(const uint8_t* w, const Bfloat16* scales, const Bfloat16* zeros, int64_t K, const R* x,
                           int64_t Kp, R (&out)[M]) {
     const int64_t groups = K / GROUP;
-    Vec<R> sum[M] = {};
+    Vec<R> sum[2][M] = {};  // of every other group: the additions of one wait for each other
     for (int64_t g0 = 0; g0 < groups; g0 += W<R>) {
         const int count = int(std::min<int64_t>(groups - g0, W<R>));
         alignas(BYTES) R scale[W<R>];
         store(scale, load_part<R>(scales + g0, count));
         const Vec<R> zero = load_part<R>(zeros + g0, count);
         UNROLL
-        for (int m = 0; m < M; m++) sum[m] += zero * load(x + m * Kp + K + g0);
-        for (int g = 0; g < count; g++) {
+        for (int m = 0; m < M; m++) sum[1][m] += zero * load(x + m * Kp + K + g0);
+        const auto add_group = [&](int g, Vec<R>* sums) {
             const uint8_t* codes = w + (g0 + g) * (GROUP / 2);
             const R* at = x + (g0 + g) * GROUP;
             Vec<R> part[M] = {};
             UNROLL
             for (int i = 0; i < GROUP / 2; i += W<R>) {
-                typedef uint8_t Bytes __attribute__((vector_size(W<R>)));
-                Bytes both;
-                std::memcpy(&both, codes + i, sizeof both);
+                const Integers both = load_bytes(codes + i);
                 const Vec<R> low = __builtin_convertvector(both & 15, Vec<R>);
                 const Vec<R> high = __builtin_convertvector(both >> 4, Vec<R>);
                 UNROLL
@@ -146,11 +152,17 @@ INLINE void multiply_int4(const uint8_t* w, const Bfloat16* scales, const Bfloat
                     part[m] += low * load(at + m * Kp + i) + high * load(at + m * Kp + GROUP / 2 + i);
             }
             UNROLL
-            for (int m = 0; m < M; m++) sum[m] += part[m] * splat(scale[g]);
+            for (int m = 0; m < M; m++) sums[m] += part[m] * splat(scale[g]);
+        };
+        int g = 0;
+        for (; g + 2 <= count; g += 2) {
+            add_group(g, sum[0]);
+            add_group(g + 1, sum[1]);
         }
+        if (g < count) add_group(g, sum[0]);
     }
     UNROLL
-    for (int m = 0; m < M; m++) out[m] = total<R>(sum[m]);
+    for (int m = 0; m < M; m++) out[m] = total<R>(sum[0][m] + sum[1][m]);
 }
 
 // A row of W with M rows of x.

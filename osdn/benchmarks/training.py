@@ -20,7 +20,7 @@ from osdn.results.store import save_json
 from osdn.training.data import load_tokenizer
 from osdn.training.monitor import Metrics
 from osdn.training.packing import PackedRows
-from osdn.training.settings import Settings, load_settings
+from osdn.training.settings import RunSettings, load_settings
 from osdn.training.trainer import PackedTrainer, load_pieces, training_arguments
 
 WARMUP = 3  # steps that are not counted
@@ -34,14 +34,14 @@ class Clock(TrainerCallback):
         self.times.append(time.perf_counter())
 
 
-def build(settings: Settings) -> tuple[OSDNForCausalLM, PackedRows]:
+def build(settings: RunSettings) -> tuple[OSDNForCausalLM, PackedRows]:
     set_seed(settings.training.seed)
     model = OSDNForCausalLM(settings.model_config())
     pieces = load_pieces(settings, load_tokenizer(settings.data.tokenizer))
     return model, PackedRows(pieces, settings.data.seq_len)
 
 
-def trainer_steps(settings: Settings) -> list[float]:
+def trainer_steps(settings: RunSettings) -> list[float]:
     """The seconds of every step of the trainer, logging every step."""
     model, rows = build(settings)
     tokenizer, clock = load_tokenizer(settings.data.tokenizer), Clock()
@@ -54,7 +54,7 @@ def trainer_steps(settings: Settings) -> list[float]:
     return [b - a for a, b in pairwise(clock.times)][WARMUP:]
 
 
-def loop_steps(settings: Settings) -> list[float]:
+def loop_steps(settings: RunSettings) -> list[float]:
     """The seconds of every step of the loop."""
     model, rows = build(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.optimizer.learning_rate)

@@ -51,9 +51,8 @@ def test_a_shipped_config_is_trained_by_its_name_in_an_empty_directory(corpus, t
     model = AutoModelForCausalLM.from_pretrained("runs/tiny/osdn-d0/model")
     assert model.config.run_name == "osdn-d0-tiny"
     assert model.config.preconditioner["initial_scale"] == "projected"
-    code, output = osdn(
-        "train", "runs/tiny/osdn-d0/config.yaml", "output_dir=again"
-    )  # the saved config is complete
+    # the saved config is complete
+    code, output = osdn("train", "runs/tiny/osdn-d0/config.yaml", "output_dir=again")
     assert code == 0, output
     weights = [Path(run, "model/model.safetensors").read_bytes() for run in ("runs/tiny/osdn-d0", "again")]
     assert weights[0] == weights[1]

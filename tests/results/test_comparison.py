@@ -155,7 +155,7 @@ def test_other_books_are_not_labelled_pg19(tmp_path):
 
 def test_truncated_prompts_are_counted_in_the_note(tmp_path):
     save_evaluation(tmp_path, "osdn-340m", {"fda": 0.1}, truncated={"prompts": 7, "tokens": 9})
-    assert "OSDN 340M: 7 prompts were cut." in paper_table(only(tmp_path), RECALL).note
+    assert "OSDN 340M: 7 prompts were truncated." in paper_table(only(tmp_path), RECALL).note
 
 
 def test_two_checkpoints_with_the_same_name_get_different_labels(tmp_path):

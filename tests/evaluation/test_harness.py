@@ -219,7 +219,7 @@ def test_evaluation_and_diagnosis_read_the_same_prompts(mirror, tmp_path, monkey
 
     def spy(self, context, *args, **kwargs):
         mask = kwargs["attention_mask"]
-        seen.extend(tuple(row[kept.bool()].tolist()) for row, kept in zip(context, mask))
+        seen.extend(tuple(row[real.bool()].tolist()) for row, real in zip(context, mask))
         return original(self, context, *args, **kwargs)
 
     monkeypatch.setattr(TokenBatchedLM, "_model_generate", spy)

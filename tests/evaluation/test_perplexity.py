@@ -137,8 +137,10 @@ def test_the_cache_does_not_grow_with_the_text(models):
     try:
         sizes = []
         for _ in stream(model, tokens(1, 900), 50):
-            kept = [d for layer in caches[-1].layers for d in (layer.recurrent_states, layer.conv_states)]
-            sizes.append(sum(x.untyped_storage().nbytes() for d in kept for x in d.values() if x is not None))
+            states = [d for layer in caches[-1].layers for d in (layer.recurrent_states, layer.conv_states)]
+            sizes.append(
+                sum(x.untyped_storage().nbytes() for d in states for x in d.values() if x is not None)
+            )
     finally:
         model.forward = forward
     assert len(sizes) == 18

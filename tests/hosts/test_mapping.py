@@ -37,16 +37,16 @@ def count(monkeypatch, calls):
     layer = mapping._layer
 
     def counting(original, make):
-        made = layer(original, make)
-        forward = made.forward
+        wrapped = layer(original, make)
+        forward = wrapped.forward
 
         def counted(*args, **kwargs):
             calls["mapped"] += 1
             return forward(*args, **kwargs)
 
         counted.__signature__ = forward.__signature__
-        made.forward = counted
-        return made
+        wrapped.forward = counted
+        return wrapped
 
     rule = functions.delta_rule
 

@@ -160,17 +160,17 @@ def test_models_train_and_generate(config, model):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 16, "vocab_size": 61}
     # without its fused norms and losses, which only exist on GPUs
-    made = model(config(**sizes, fuse_norm=False, fuse_cross_entropy=False, pad_token_id=0))
+    network = model(config(**sizes, fuse_norm=False, fuse_cross_entropy=False, pad_token_id=0))
     ids = tokens(2, 19)
-    made(ids, labels=ids).loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
-    made.eval()
+    network(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+    network.eval()
     mask = torch.ones_like(ids)
     mask[1, :4] = 0  # padded on the left
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "attention_mask": mask}
-    cached = made.generate(ids, **settings)
-    assert torch.equal(cached, made.generate(ids, use_cache=False, **settings))
-    alone = made.generate(ids[1:, 4:], max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    cached = network.generate(ids, **settings)
+    assert torch.equal(cached, network.generate(ids, use_cache=False, **settings))
+    alone = network.generate(ids[1:, 4:], max_new_tokens=6, min_new_tokens=6, do_sample=False)
     assert torch.equal(cached[1:, 4:], alone)
 
 

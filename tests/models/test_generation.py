@@ -137,12 +137,12 @@ def test_a_cropped_cache_equals_one_of_the_remaining_tokens(pieces, crops):
         model(piece, past_key_values=cache)
     for crop in crops:
         cache.crop(crop)
-    kept = ids[:, : 12 + sum(crops)]
-    assert cache.get_seq_length() == kept.shape[1]
+    remaining = ids[:, : 12 + sum(crops)]
+    assert cache.get_seq_length() == remaining.shape[1]
     logits = torch.cat(
         [model(piece, past_key_values=cache).logits for piece in following.split([1, 3], 1)], 1
     )
-    expected = model(torch.cat([kept, following], 1)).logits[:, -4:]
+    expected = model(torch.cat([remaining, following], 1)).logits[:, -4:]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 

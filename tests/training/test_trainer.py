@@ -329,12 +329,12 @@ def test_extending_a_finished_run_warns_about_its_schedule(
     assert record["extensions"] == [{"at_step": 12, "to_steps": 20}]
 
     # killed after step 18, it continues the longer run to the same weights
-    before, kept = weights(run), (run / "model-12").stat().st_mtime_ns
+    before, modified = weights(run), (run / "model-12").stat().st_mtime_ns
     shutil.rmtree(run / "model")
     shutil.rmtree(run / "checkpoint-20")
     train(load_settings(run / "config.yaml"))
     assert weights(run) == before
-    assert (run / "model-12").stat().st_mtime_ns == kept
+    assert (run / "model-12").stat().st_mtime_ns == modified
     with pytest.raises(ValueError, match="a run of 20 steps"):
         train(load_settings(run / "config.yaml", ["training.steps=12"]))
 
@@ -663,16 +663,16 @@ def test_the_memory_of_a_row_grows_as_estimated(preset):
     config = OSDNConfig.from_preset(preset)
     block = OSDNBlock(config, 0)
     own = {p.data_ptr() for p in block.parameters()}
-    kept = {}
+    saved = {}
 
     def keep(x):
         if x.untyped_storage().data_ptr() not in own:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         y = block(torch.randn(1, 256, config.hidden_size))
-    total = sum(storage.nbytes() for storage in kept.values())
+    total = sum(storage.nbytes() for storage in saved.values())
     assert activation_bytes(config) == pytest.approx(total / 256, rel=0.1)
     assert y.requires_grad
 

@@ -45,10 +45,10 @@ def lead(content: dict[str, Any]) -> str:
     names = list(dict.fromkeys(row["contestant"] for row in content["rows"]))
     return (
         f"{len(names)} contestants on {len(baselines(content))} backbones, {len(content['trials'])} tasks, "
-        f"{content['layers']} layers of width {content['width']}. The learning rate and the initial bias of "
-        f"the write gate were tuned for each on the same grid with "
-        f"{_count(len(content['tuning_seeds']), 'tuning seed')}, then judged on {content['seeds']} other "
-        f"seeds. Differences are relative to the plain delta rule of the same backbone, tuned likewise."
+        f"{content['layers']} layers of width {content['width']}. Each contestant's learning rate and initial "
+        f"write-gate bias were tuned on the same grid, with {_count(len(content['tuning_seeds']), 'seed')}; "
+        f"then it was judged on {content['seeds']} others. Differences are relative to the plain delta rule "
+        f"of the same backbone, tuned in the same way."
     )
 
 

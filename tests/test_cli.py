@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_work(arguments, tmp_
         (["diagnose", "MODEL", "--device", "nowhere"], "device is 'nowhere', which cannot be used here"),
         (["bench", "throughput", "tiny", "--device", "nowhere"], "device is 'nowhere'"),
         (["theory", "--backend", "gpu"], "backend is 'gpu'"),
-        (["theory", "--model", "RUN"], "its model is"),
+        (["theory", "--model", "RUN"], "whose model is"),
         (["diagnose", "RUN"], "it is the folder of a run, whose model is"),
         (["eval", "RUN"], "it is the folder of a run, whose model is"),
         (["diagnose", "no/model"], "no directory no/model, it is not cached, and the hub cannot be reached"),

@@ -45,8 +45,8 @@ def lead(content: dict[str, Any]) -> str:
     names = list(dict.fromkeys(row["contestant"] for row in content["rows"]))
     return (
         f"{len(names)} contestants on {len(baselines(content))} backbones, {len(content['trials'])} tasks, "
-        f"{content['layers']} layers of width {content['width']}. Each contestant's learning rate and initial "
-        f"write-gate bias were tuned on the same grid, with {_count(len(content['tuning_seeds']), 'seed')}; "
+        f"{content['layers']} layers of width {content['width']}. Each contestant's learning rate and "
+        f"gate bias were tuned on the same grid, with {_count(len(content['tuning_seeds']), 'seed')}; "
         f"then it was judged on {content['seeds']} others. Differences are relative to the plain delta rule "
         f"of the same backbone, tuned in the same way."
     )

@@ -46,7 +46,7 @@ def lead(content: dict[str, Any]) -> str:
     return (
         f"{len(names)} contestants on {len(baselines(content))} backbones, {len(content['trials'])} tasks, "
         f"{content['layers']} layers of width {content['width']}. Each contestant's learning rate and "
-        f"gate bias were tuned on the same grid, with {_count(len(content['tuning_seeds']), 'seed')}; "
+        f"initial gate bias were tuned on one grid, with {_count(len(content['tuning_seeds']), 'seed')}; "
         f"then it was judged on {content['seeds']} others. Differences are relative to the plain delta rule "
         f"of the same backbone, tuned in the same way."
     )

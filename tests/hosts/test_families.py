@@ -75,7 +75,7 @@ def ratio(family, compute, wide, cases):
 
 
 @families
-def test_logits_and_gradients_match_the_originals_in_float64(family):
+def test_in_float64_logits_and_gradients_are_the_originals(family):
     with double(family):
         expected = results(make(family).double())
         osdn.accelerate()
@@ -140,7 +140,7 @@ def test_every_delta_rule_layer_calls_our_operators(family, monkeypatch):
 
 @families
 @torch.no_grad()
-def test_pieces_and_single_tokens_match_one_forward(family):
+def test_pieces_and_single_tokens_give_what_one_forward_gives(family):
     osdn.accelerate()
     model, ids = make(family), tokens(2, 21)
     whole = model(ids, use_cache=False).logits
@@ -153,7 +153,7 @@ def test_pieces_and_single_tokens_match_one_forward(family):
 
 
 @families
-def test_generated_text_matches_the_originals(family):
+def test_generated_text_is_the_originals(family):
     model, ids = make(family), tokens(3, 11)
     mask = torch.ones_like(ids)
     ids[1, :4] = mask[1, :4] = 0  # padded on the left
@@ -166,7 +166,7 @@ def test_generated_text_matches_the_originals(family):
 
 @pytest.mark.parametrize("given", ["cu_seq_lens", "seq_idx", "position_ids"])
 @families
-def test_packed_sequences_are_independent(family, given):
+def test_packed_sequences_are_each_alone(family, given):
     lengths = [5, 1, 9, 3]
     attends = family != "glm5_next"  # its attention mixes packed sequences, on any device
     if not attends and given == "position_ids":

@@ -59,7 +59,7 @@ def count(monkeypatch, calls):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_that_requests_kernels_gets_ours_through_the_mapping(family, monkeypatch, tmp_path):
+def test_a_model_that_asks_for_kernels_gets_ours_through_the_mapping(family, monkeypatch, tmp_path):
     calls = Counter()
     count(monkeypatch, calls)
     model, ids = make(family), tokens(1, 9)

@@ -88,7 +88,7 @@ def with_gradients(results, inputs):
     [(chunk_gated_delta_rule, {}), (chunk_kda, {}), (chunk_kda, {"lower_bound": -5.0, "safe_gate": True})],
 )
 @pytest.mark.parametrize("v_first", [False, True])
-def test_functions_and_gradients_match_the_reference(function, options, v_first):
+def test_functions_and_gradients_are_their_reference(function, options, v_first):
     osdn.accelerate()
     per_channel, inputs = function is chunk_kda, problem(function is chunk_kda)
     settings = raw(inputs) | options | {"scale": 0.3}
@@ -132,7 +132,7 @@ def test_packed_sequences_and_positional_arguments():
 
 @pytest.mark.parametrize(("theirs", "ours"), LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_match_ours(theirs, ours, dtype):
+def test_layers_are_ours(theirs, ours, dtype):
     osdn.accelerate()
     torch.manual_seed(0)
     layer = theirs(hidden_size=32, head_dim=8, num_heads=2, expand_v=1, norm_eps=1e-6).to(dtype)

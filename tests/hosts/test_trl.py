@@ -44,7 +44,7 @@ def separate(model):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
-def test_packed_training_matches_training_on_separate_sequences(family, tmp_path):
+def test_packed_training_is_training_on_separate_sequences(family, tmp_path):
     alone = separate(make(family))
     padded, packed = make(family), make(family)
     expected = train(padded, tmp_path)

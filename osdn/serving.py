@@ -1,4 +1,4 @@
-"""One checkpoint behind the server of `transformers`, which speaks OpenAI's protocol."""
+"""Serves one checkpoint with the server of `transformers`, which speaks OpenAI's protocol."""
 
 import logging
 import socket
@@ -16,12 +16,12 @@ from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import GenerationState
 
-# For models that were never taught to chat: the messages, one after the other.
+# For models that were not trained to chat: the messages, one after the other.
 PLAIN_CHAT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 class LoadedModel(ModelManager):
-    """A manager of one model, which is there from the start and stays."""
+    """A manager with a single model, which is already loaded and stays loaded."""
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(device=str(model.device))
@@ -37,7 +37,7 @@ class LoadedModel(ModelManager):
 
 
 def application(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> FastAPI:
-    """The web application that answers for a model."""
+    """The web application that serves a model."""
     manager, state = LoadedModel(name, model, tokenizer), GenerationState()
     return build_server(
         manager,
@@ -51,18 +51,20 @@ def application(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket of the address; port 0 takes one that is free."""
+    """A socket bound to the address; port 0 picks a free port."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
     except OSError as error:
-        raise OSError(f"cannot listen on {host}, port {port} ({error.strerror}): choose another") from error
+        raise OSError(
+            f"cannot listen on {host}, port {port} ({error.strerror}): choose another port or host"
+        ) from error
     return found
 
 
 def run(app: FastAPI, listening: socket.socket) -> None:
-    """Answer until the process is interrupted."""
+    """Serve until the process is interrupted."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])

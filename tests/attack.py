@@ -1,10 +1,10 @@
-"""Attacks on the whole project for as many minutes as they are given: `make attack MINUTES=5`.
+"""Attacks on the whole project for a given number of minutes: `make attack MINUTES=5`.
 
 A trial kills a training run or an evaluation at some moment, damages checkpoints or result files, plants
 files that would run code, feeds nonsense to the readers of data, or compares operators with the float64
-reference.  It passes if nothing is lost, nothing is run, and whatever cannot go on says so in a sentence.
-Each trial is drawn from a seed of its own, which is printed; `python -m tests.attack --replay KIND SEED`
-repeats it (the moment of a kill is drawn as well, but the machine decides what it hits).
+reference.  It passes if nothing is lost, no planted code is run, and every failure is a clear message.  Each
+trial prints its seed; `python -m tests.attack --replay KIND SEED` repeats it (the seed also fixes when a kill
+happens, but not what the process is doing at that moment).
 """
 
 import os
@@ -43,7 +43,7 @@ from osdn.training import checkpoints
 from osdn.training.data import load_source, load_tokenizer
 from osdn.training.monitor import Metrics
 from osdn.training.packing import PackedRows, Pieces
-from osdn.training.settings import Settings, load_settings
+from osdn.training.settings import RunSettings, load_settings
 from osdn.training.trainer import train
 from tests.evaluation.mirror import save_osdn, write_mirror
 from tests.ops.test_agreement import BOXES, OPERATORS, TAME, all_agree, configs
@@ -62,16 +62,16 @@ SHARDED = tuple(
 
 
 class Arena:
-    """A folder with a finished run and a finished evaluation, which trials copy before they harm them."""
+    """A folder with a finished run and a finished evaluation, which trials copy before damaging them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.places = folder, list[Path]()
         datasets.config.HF_DATASETS_CACHE = folder / "datasets"
-        os.environ["HF_DATASETS_CACHE"] = str(folder / "datasets")  # of the processes that trials start
+        os.environ["HF_DATASETS_CACHE"] = str(folder / "datasets")  # for the processes that trials start
         datasets.disable_progress_bars()
         disable_progress_bar()
         logging.disable(logging.CRITICAL)
-        torch.set_num_threads(1)  # as these processes have, for the same order of sums
+        torch.set_num_threads(1)  # as in these processes, for the same order of summation
 
     def place(self) -> Path:
         """An empty folder for a trial."""
@@ -103,12 +103,12 @@ class Arena:
         path.write_text(json.dumps(content))
         return path
 
-    def settings(self, run: Path) -> Settings:
+    def settings(self, run: Path) -> RunSettings:
         return load_settings(self.config(run))
 
     @cached_property
     def whole(self) -> Path:
-        """A run that was left alone."""
+        """A run that was not attacked."""
         run = self.folder / "whole"
         quietly(train, self.settings(run))
         return run
@@ -132,7 +132,7 @@ class Arena:
 
     @cached_property
     def evaluated(self) -> Path:
-        """Results of an evaluation that was left alone."""
+        """The results of an evaluation that was not attacked."""
         output = self.folder / "results"
         done = osdn(*self.evaluation(output))
         assert done.exit_code == 0, done.output
@@ -193,12 +193,12 @@ def damage_checkpoints(draw: Random, arena: Arena) -> str:
         with pytest.raises(ValueError, match="every checkpoint"):
             quietly(train, arena.settings(run))
         assert before == {path.name for path in checkpoints.checkpoints(run)}
-        return f"{', '.join(how)}; none left, told"
+        return f"{', '.join(how)}; none left, reported"
     quietly(train, arena.settings(run))
     same_run(run, arena.whole)
     aside = {path.name.removeprefix("damaged-") for path in run.glob("damaged-*")}
     assert aside == {name for name in before if int(name.partition("-")[2]) > checkpoints.step_of(good[0])}
-    return f"{', '.join(how)}; {len(aside)} put aside, same weights"
+    return f"{', '.join(how)}; {len(aside)} set aside, same weights"
 
 
 def damage_results(draw: Random, arena: Arena) -> str:
@@ -224,7 +224,7 @@ def damage_results(draw: Random, arena: Arena) -> str:
         return f"{how}; same scores"
     sentence(done)
     assert file.read_bytes() == before
-    return f"{how}; told"
+    return f"{how}; reported"
 
 
 def plant_code(draw: Random, arena: Arena) -> str:
@@ -250,7 +250,7 @@ def plant_code(draw: Random, arena: Arena) -> str:
 
 
 def feed_nonsense(draw: Random, arena: Arena) -> str:
-    """Data that is not what it should be: read, or refused in a sentence."""
+    """Malformed data is either read or rejected with a clear message."""
     values = ["text", "\x1b[2J", "", None, 3, 0.5, True, ["a"], {"a": 1}, "🎈" * 9, "\u202e", "\x00"]
     name = draw.choice(["text", "text", "text", "body", "\x1b]0;x\x07"])
     lines = [json.dumps({name: draw.choice(values)}) for _ in range(draw.randint(0, 6))]
@@ -266,7 +266,7 @@ def feed_nonsense(draw: Random, arena: Arena) -> str:
         done = osdn("tokenizer", "train", str(path), str(arena.place() / "bpe"), "--vocab-size", "300")
         if done.exit_code:
             sentence(done)
-        return f"{path.suffix[1:]} of {len(content)} bytes refused ({type(error).__name__})"
+        return f"{path.suffix[1:]} of {len(content)} bytes rejected ({type(error).__name__})"
     return f"{path.suffix[1:]} of {len(content)} bytes read"
 
 
@@ -302,7 +302,7 @@ ATTACKS: dict[str, Callable[[Random, Arena], str]] = {
 def damage(
     draw: Random, file: Path, kinds: tuple[str, ...] = ("flip", "cut", "gone", "empty", "zeros", "noise")
 ) -> str:
-    """Harm a file in one of some ways; a manifest may also lose entries."""
+    """Damage a file in one of several ways; a manifest may also lose entries."""
     content, how = bytearray(file.read_bytes()), draw.choice(kinds)
     if file.name == checkpoints.MANIFEST and draw.random() < 0.5:
         how = "shortened"
@@ -332,7 +332,7 @@ def last_step(run: Path) -> int:
 
 
 def quietly(function: Callable[[Any], Any], argument: Any) -> None:
-    """Without the lines of progress."""
+    """Call the function without its progress output."""
     with redirect_stderr(io.StringIO()):
         function(argument)
 
@@ -342,14 +342,14 @@ def osdn(*arguments: str) -> Any:
 
 
 def sentence(done: Any) -> None:
-    """A command has failed as it should: with an exit code, a sentence, and no control characters."""
+    """Check that a command failed properly: an exit code, a clear message, no control characters."""
     assert isinstance(done.exception, SystemExit), repr(done.exception)
     assert "Error:" in done.output, done.output
     assert not set(done.output) & {"\x1b", "\x07", "\x00"}, done.output
 
 
 def scores(output: Path) -> dict[str, Any]:
-    """What was measured, by task."""
+    """The results by task."""
     content = json.loads((output / f"{SUITE}.json").read_text())
     return {name: json.dumps(task["results"]) for name, task in content["tasks"].items()}
 
@@ -362,7 +362,7 @@ def same_run(run: Path, whole: Path) -> None:
 
 
 def wait(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float) -> None:
-    """Until the condition holds, the process ends, or time is up."""
+    """Wait until the condition holds, the process ends, or time is up."""
     end = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < end and not condition():
         time.sleep(0.002)
@@ -390,8 +390,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=5, help="how long to go on")
-    parser.add_argument("--seed", type=int, help="of the seeds; one of the clock if not given")
+    parser.add_argument("--minutes", type=float, default=5, help="how long to run")
+    parser.add_argument("--seed", type=int, help="seed of the trials' seeds; from the clock if not given")
     parser.add_argument("--only", choices=ATTACKS, action="append", help="kinds to try; all if not given")
     parser.add_argument("--replay", nargs=2, metavar=("KIND", "SEED"), help="repeat one trial")
     arguments = parser.parse_args()

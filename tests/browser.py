@@ -29,7 +29,7 @@ class Browser:
         arguments = [*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
         options: dict[str, Any] = {"binary": CHROMIUM, "args": arguments}
         self.phone = width < 500
-        if self.phone:  # a window cannot be that narrow; an emulated phone can
+        if self.phone:  # a window cannot be this narrow, but an emulated phone can
             metrics = {"width": width, "height": height, "pixelRatio": 2.0, "touch": True}
             options["mobileEmulation"] = {"deviceMetrics": metrics}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
@@ -54,7 +54,7 @@ class Browser:
         return self.call("POST", "/execute/sync", {"script": script, "args": []})
 
     def wait_for(self, script: str, pattern: str) -> None:
-        """Waits until what a script returns matches: a pointer's move arrives with the next frame."""
+        """Wait until a script's result matches: pointer moves take effect with the next frame."""
         for _ in range(50):
             if re.search(pattern, seen := self.run(script)):
                 return
@@ -66,7 +66,7 @@ class Browser:
         self.call("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
     def point(self, selector: str, x: float, y: float) -> None:
-        """Moves the mouse to (a phone: taps) a place in an element, in shares of its width and height."""
+        """Move the mouse to a point in an element (tap it on a phone), in shares of its width and height."""
         script = f"""const e = document.querySelector({selector!r}); e.scrollIntoView({{block: "center"}});
             const r = e.getBoundingClientRect(); return [r.left + {x} * r.width, r.top + {y} * r.height];"""
         left, top = (round(v) for v in self.run(script))

@@ -1,4 +1,4 @@
-"""Settings every test shares."""
+"""Settings shared by all tests."""
 
 import os
 
@@ -8,10 +8,11 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import torch
 from hypothesis import settings
 
-# Triton reads this when it is imported, which torch.compile may do long before the kernels' own tests.
+# Triton reads this when it is imported, which torch.compile may do long before the kernels are tested.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples every time, so that a failure is a change in the code; no deadline, machines differ.
+# The same examples every time, so that a new failure means a change in the code; no deadline, machines
+# differ.
 settings.register_profile("osdn", derandomize=True, deadline=None, database=None)
 settings.load_profile("osdn")

@@ -1,4 +1,4 @@
-"""`make attack`, for some seconds."""
+"""`make attack` for a few seconds."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def test_every_attack_is_survived(kind):
     [("plant_code", CODE_IS_RUN), ("damage_checkpoints", DAMAGE_IS_MISSED)],
     ids=["code", "damage"],
 )
-def test_an_attack_that_works_is_told_with_its_seed(kind, broken):
+def test_a_successful_attack_is_reported_with_its_seed(kind, broken):
     done = attack("--minutes", "0.2", "--seed", "0", "--only", kind, first=broken)
     assert done.returncode == 1, done.stdout
     seed = next(line.split()[3] for line in done.stdout.splitlines() if "FAILED" in line)

@@ -1,4 +1,4 @@
-"""Which precision a CPU is given, and that AMX which is not there kills nothing."""
+"""The precision chosen for a CPU, and that AMX which is advertised but broken kills nothing."""
 
 import os
 
@@ -40,7 +40,7 @@ def test_amx_is_avoided_where_it_kills_a_process(monkeypatch, tmp_path, flags, t
 
 
 @pytest.mark.usefixtures("environment")
-def test_what_the_user_chose_is_left_alone(monkeypatch, tmp_path):
+def test_the_users_choice_is_respected(monkeypatch, tmp_path):
     advertise(monkeypatch, tmp_path, "amx_bf16")
     monkeypatch.setattr(bfloat16, "TRIAL", "import os; os.abort()")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")

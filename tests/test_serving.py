@@ -1,4 +1,4 @@
-"""`osdn serve`, asked by OpenAI's own client."""
+"""`osdn serve`, tested with OpenAI's own client."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def client(checkpoint):
 
 @pytest.fixture(scope="module")
 def text(checkpoint):
-    """What the model says next, greedily."""
+    """The model's greedy continuation."""
     tokenizer, model = load_tokenizer(str(checkpoint)), OSDNForCausalLM.from_pretrained(checkpoint)
 
     def continue_(prompt, count=12):
@@ -58,23 +58,23 @@ def test_a_completion_is_the_greedy_text(client, text):
 def test_a_streamed_completion_is_the_same_text(client, text):
     pieces = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, temperature=0, stream=True)
     streamed = "".join(piece.choices[0].text for piece in pieces if piece.choices)
-    assert streamed == text(PROMPT).rstrip("\ufffd")  # half a character is not streamed
+    assert streamed == text(PROMPT).rstrip("\ufffd")  # an incomplete character is not streamed
 
 
-def test_messages_are_joined_where_there_is_no_chat_template(client, text):
+def test_messages_are_joined_if_there_is_no_chat_template(client, text):
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": PROMPT}]
     answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
     assert answer.choices[0].message.content == text(f"a\n{PROMPT}\n")
 
 
-def test_the_model_is_listed_and_no_other_answers(client):
+def test_only_the_loaded_model_is_listed_and_answers(client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model="other", prompt=PROMPT)
     assert "pinned to 'tiny'" in error.value.response.json()["detail"]
 
 
-def test_an_address_that_is_taken_is_refused(checkpoint):
+def test_an_address_in_use_is_reported(checkpoint):
     with bind("localhost", 0) as taken:
         taken.listen()
         port = str(taken.getsockname()[1])

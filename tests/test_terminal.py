@@ -27,7 +27,7 @@ def test_control_characters_are_spelled_out(text, shown):
 @pytest.mark.parametrize(
     "text", ["", "plain\n\ttext", "naïve 中文 🎈", "\N{FAMILY}\u200d\N{BOY}", "[bold]", "a\\x1b"]
 )
-def test_what_can_be_printed_stays(text):
+def test_printable_text_is_unchanged(text):
     assert printable(text) == text
 
 

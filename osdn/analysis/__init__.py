@@ -1,1 +1,1 @@
-"""Looking into models and their theory: residual ratios, the paper's statements, tables and figures."""
+"""Analysis of models and of the theory: residual ratios, and the paper's statements checked numerically."""

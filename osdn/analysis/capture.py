@@ -1,10 +1,10 @@
-"""What a model's recurrent layers hand to their recurrence: keys, values, gates, decay and scale, recorded.
+"""Records what a model's recurrent layers pass to their recurrence: keys, values, gates, decay and scale.
 
-What is recorded is what the layer computed with, by construction.  Our layers hand these tensors to a
-submodule, `TokenMixer.recurrence`, and a hook on it reads them.  Layers of `transformers` call a function of
-their own module instead: while a capture is on, that name stands for a wrapper that passes the tensors on and
-records them, and hooks on the layers say whose call it is.  Layers are handed over one at a time, as they
-run: a caller that keeps none of them needs the memory of one.
+By construction, the recorded tensors are the ones the layer computed with.  Our layers pass them to a
+submodule, `TokenMixer.recurrence`, where a hook reads them.  Layers of `transformers` call a function of
+their own module instead: during a capture, a wrapper replaces that function and records its arguments, and
+hooks on the layers tell which layer made the call.  Captures arrive one layer at a time, so a caller that
+keeps none of them needs the memory of a single layer.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from osdn.layers.mixers import write_keys
 from osdn.layers.precision import l2_normalize
 from osdn.layers.updates import Comba, Update
 
-# What layers of `transformers` (Qwen3-Next, Qwen3.5, Kimi Linear, ...) call their recurrence.  All take
+# The recurrences that layers of `transformers` call (Qwen3-Next, Qwen3.5, Kimi Linear, ...).  All take
 # (query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel) and return the outputs first.
 RECURRENCES = (
     "torch_chunk_gated_delta_rule",
@@ -41,15 +41,15 @@ class LayerCapture:
     """One layer's call of its recurrence."""
 
     layer: int  # which recurrent layer of the model, counted from 0
-    name: str  # its module's name in the model
-    rule: str | None  # of its preconditioner, or the name of its update; None is the plain delta rule
-    problem: Problem  # k [B, T, HV, K], v, beta, decay, settings of phase 1 or write keys; in float32
+    name: str  # the name of its module in the model
+    rule: str | None  # its preconditioner's rule or its update's name; None is the plain delta rule
+    problem: Problem  # k [B, T, HV, K], v, beta, decay, phase 1 settings or write keys; in float32
     q: Tensor  # [B, T, HV, K]
     output: Tensor  # [B, T, HV, V], what the layer's own recurrence returned
 
     @property
     def scaled(self) -> bool:
-        """Whether it has the scale of the paper's rule."""
+        """Whether the layer has a scale, which only the paper's rule does."""
         return self.rule == "hypergradient"
 
 
@@ -57,7 +57,7 @@ Receive = Callable[[LayerCapture], None]
 
 
 def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model that run a delta rule, by name, in the order of the model."""
+    """The modules of a model that run a delta rule, by name and in model order."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -66,7 +66,7 @@ def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def attention_layers(model: nn.Module) -> int:
-    """How many layers of a hybrid model are attention, and so have no recurrence to look at."""
+    """How many layers of a hybrid model are attention layers, which have no recurrence to measure."""
     config = getattr(model, "config", None)
     kinds = getattr(config.get_text_config(), "layer_types", None) if config is not None else None
     return sum("attention" in kind and kind != "linear_attention" for kind in kinds or [])
@@ -74,7 +74,7 @@ def attention_layers(model: nn.Module) -> int:
 
 @contextmanager
 def capturing(model: nn.Module, receive: Receive) -> Iterator[None]:
-    """Calls `receive` for every recurrent layer as it runs, as long as the context is open.
+    """Calls `receive` for every recurrent layer as it runs, while the context is open.
 
     >>> from osdn import OSDNConfig, OSDNForCausalLM
     >>> model, seen = OSDNForCausalLM(OSDNConfig.from_preset("osdn-tiny")), []
@@ -86,8 +86,8 @@ def capturing(model: nn.Module, receive: Receive) -> Iterator[None]:
     layers = recurrent_layers(model)
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no recurrent layer that can be captured: this reads models of osdn "
-            f"and, of transformers, those whose layers call one of {', '.join(RECURRENCES)}"
+            f"{type(model).__name__} has no recurrent layer that can be captured: it must be a model of osdn "
+            f"or one of transformers whose layers call one of {', '.join(RECURRENCES)}"
         )
     with ExitStack() as stack:
         foreign = {}
@@ -105,7 +105,7 @@ def capturing(model: nn.Module, receive: Receive) -> Iterator[None]:
 
 @torch.no_grad()
 def capture(model: nn.Module, **inputs: Any) -> list[LayerCapture]:
-    """All layers' captures of one forward pass, `model(**inputs)`."""
+    """The captures of all layers in one forward pass, `model(**inputs)`."""
     captures: list[LayerCapture] = []
     with capturing(model, captures.append):
         model(**inputs)
@@ -113,7 +113,7 @@ def capture(model: nn.Module, **inputs: Any) -> list[LayerCapture]:
 
 
 def _functions(module: nn.Module) -> list[str]:
-    """The recurrences that a layer of `transformers` calls, by their names in its module."""
+    """The names of the recurrences that a layer of `transformers` calls from its module."""
     if not type(module).__module__.startswith("transformers."):
         return []
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -124,9 +124,9 @@ def _functions(module: nn.Module) -> list[str]:
 def _foreign_calls(layers: dict[tuple[int, str], nn.Module], receive: Receive) -> Iterator[None]:
     """Records the calls that layers of `transformers` make, by replacing the functions they call.
 
-    The functions are shared by all models of one kind.  A call is recorded only if the same thread is inside
-    one of `layers`, so other models may run meanwhile; a second capture waits for the first to end, since the
-    originals must be put back in order.
+    All models of one kind share these functions.  A call is recorded only if the same thread is inside one of
+    `layers`, so other models may run at the same time.  A second capture waits for the first to end, because
+    the originals must be restored in order.
     """
     running = threading.local()
 
@@ -158,7 +158,7 @@ def _foreign_calls(layers: dict[tuple[int, str], nn.Module], receive: Receive) -
 def _read_foreign(
     layer: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
 ) -> LayerCapture:
-    """The call of a layer of `transformers`, which may leave the normalisation to the recurrence."""
+    """A call by a layer of `transformers`, which may leave normalisation to the recurrence."""
     q, k, v = args[:3]
     if kwargs.get("use_qk_l2norm_in_kernel"):
         q, k = l2_normalize(q.float()), l2_normalize(k.float())
@@ -168,15 +168,16 @@ def _read_foreign(
 
 
 def _check_update(name: str, update: Update | None) -> None:
-    """Refuse an update whose writes cannot be measured token by token."""
+    """Reject an update whose writes cannot be measured token by token."""
     if isinstance(update, Comba):
         raise ValueError(
-            f"{name}: Comba has no residual ratio: it reads the state before its decay, so that its write "
-            f"does not shrink the error it saw"
+            f"{name}: Comba has no residual ratio, because it reads the state before the decay and its write "
+            f"does not shrink that error"
         )
     if update is not None and update.writes > 1:
         raise ValueError(
-            f"{name}: DeltaProduct writes {update.writes} times per token; this measures one write per token"
+            f"{name}: DeltaProduct writes {update.writes} times per token; only updates with one write per "
+            f"token can be measured"
         )
 
 
@@ -197,13 +198,13 @@ def _record_ours(
 def _read(
     layer: int, name: str, inputs: OperatorInputs, output: Tensor, rule: str | None = None
 ) -> LayerCapture:
-    """A layer's inputs in one form: float32, as many heads of keys as of values."""
+    """A layer's inputs in a common form: float32, with as many key heads as value heads."""
     if inputs.cu_seqlens is not None:
         raise ValueError(
             "this batch was packed into one row (padding does that); capture one prompt at a time"
         )
     inputs = OperatorInputs(*map(_plain, inputs))
-    settings: dict[str, Any] = {"eta": 0.0}  # without a step the scale stays one
+    settings: dict[str, Any] = {"eta": 0.0}  # with step size 0 the scale stays 1
     if inputs.preconditioner is not None:
         # copies: a cache overwrites its state and scale in place once the layer has run
         settings = {key: _copy(x) for key, x in inputs.preconditioner.items()}

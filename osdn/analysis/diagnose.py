@@ -1,8 +1,8 @@
 """The mechanism diagnostic: residual ratios of every token, layer and head while a model reads prompts.
 
-Prompts are replayed one by one, layers measured one by one as they run, and only sums are kept, by task,
-layer, head and position: memory does not grow with the number of prompts, but for one row of sums per prompt,
-from which the intervals are drawn, and a digest of its text.
+Prompts are replayed and layers measured one at a time, and only sums by task, layer, head and position are
+kept.  Per prompt, memory grows only by one row of sums, which the bootstrap intervals need, and a digest of
+its text.
 """
 
 import time
@@ -24,15 +24,15 @@ RESAMPLES = 2000
 SEED = 0
 ALL = "all"
 
-# What is summed over tokens: measured and closed-form ratios.
+# Columns of the sums over tokens: measured and closed-form ratios.
 COUNT, LOG_Q, Q, TOKENS, LOG_CLOSED = range(5)
-# What is summed over tokens and channels of the scale.
+# Columns of the sums over tokens and channels of the scale.
 SCALE, SCALE_SQUARED, AT_LOW, AT_HIGH = range(4)
 
 
 @dataclass
 class Sums:
-    """Sums over the prompts of one task; the rows are the bins of position, then the two readings."""
+    """Sums over the prompts of one task; the rows are the position bins, then the two readings."""
 
     ratios: Tensor  # [L, BINS + 2, H, 5], float64
     scales: Tensor  # [L, BINS + 2, H, 4]
@@ -40,7 +40,7 @@ class Sums:
     boundaries: list[float] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
     digests: list[str] = field(default_factory=list)  # of the prompts' texts
-    cuts: list[int] = field(default_factory=list)  # tokens that were left out, of each prompt that was cut
+    cuts: list[int] = field(default_factory=list)  # how many tokens each truncated prompt lost
 
 
 class Diagnosis:
@@ -179,24 +179,24 @@ def diagnose(
     """The mechanism diagnostic of a model on prompts, as a dictionary for a result file.
 
     Args:
-        model: any with recurrent layers that `osdn.analysis.capture` reads; attention layers are left out,
-            and the result says how many.
-        prompts: read one at a time; a generator is never held whole.
+        model: any model whose recurrent layers `osdn.analysis.capture` can read; attention layers are
+            skipped, and the result counts them.
+        prompts: read one at a time, so a generator is fine.
         progress: called after each prompt.
-        identity: of the model, for the result.
-        protocol: how the prompts were chosen, for the result: {"count": ..., "length": ...}.
+        identity: the model's identity, recorded in the result.
+        protocol: how the prompts were chosen, recorded in the result: {"count": ..., "length": ...}.
     """
     diagnosis = Diagnosis(model)
     for prompt in prompts:
         diagnosis.read(prompt)
         if progress is not None:
             progress(prompt)
-    said = {} if identity is None else identity.record()
-    return {**said, "protocol": protocol or {}, **diagnosis.result()}
+    model_record = {} if identity is None else identity.record()
+    return {**model_record, "protocol": protocol or {}, **diagnosis.result()}
 
 
 def _prompts(tasks: list[Sums]) -> dict[str, Any]:
-    """What was read, and how much of it was cut."""
+    """What was read, and how much of it was truncated."""
     digests = [x for task in tasks for x in task.digests]
     cuts = [x for task in tasks for x in task.cuts]
     return {
@@ -221,9 +221,9 @@ def _rows(T: int, second_reading: int | None, device: torch.device) -> Tensor:
 
 
 def _summary(tasks: list[Sums]) -> dict[str, Any]:
-    """Averages with intervals of one task, or of several together."""
+    """Averages with intervals, for one task or for several together."""
     ratios = torch.stack([task.ratios for task in tasks]).sum(0)  # [L, BINS + 2, H, 5]
-    rows = [torch.stack(task.prompts) for task in tasks]  # [P, BINS + 2, 5] a task
+    rows = [torch.stack(task.prompts) for task in tasks]  # [P, BINS + 2, 5] per task
     total, resampled = ratios.sum((0, 2)), _resample(rows)  # [BINS + 2, 5], [RESAMPLES, BINS + 2, 5]
     whole, wholes = total[:BINS].sum(0), resampled[:, :BINS].sum(1)
     boundaries = [b for task in tasks for b in task.boundaries]
@@ -244,7 +244,7 @@ def _summary(tasks: list[Sums]) -> dict[str, Any]:
 
 
 def _resample(tasks: list[Tensor]) -> Tensor:
-    """Sums over prompts drawn again with replacement within each task, [RESAMPLES, BINS + 2, 5]."""
+    """Sums over prompts resampled with replacement within each task, [RESAMPLES, BINS + 2, 5]."""
     generator = torch.Generator().manual_seed(SEED)
     result = torch.zeros(RESAMPLES, *tasks[0].shape[1:], dtype=torch.float64)
     for rows in tasks:

@@ -1,7 +1,7 @@
-"""One prompt under the lens: every layer's and head's residual ratios and scale, packed for a page.
+"""One prompt in detail: the residual ratios and scales of every layer and head, packed for a web page.
 
-Numbers are in base64: float32 for q and beta, one byte per channel for the scale, whose columns are at most
-`COLUMNS` so that a page stays small enough to mail.
+Numbers are base64-encoded: float32 for q and beta, one byte per channel for the scale.  The scale has at most
+`COLUMNS` columns, which keeps the page small enough to mail.
 """
 
 import base64
@@ -14,12 +14,12 @@ from osdn.analysis.capture import LayerCapture, attention_layers, capturing
 from osdn.analysis.prompts import Prompt
 from osdn.analysis.residuals import residuals, scale_trajectory
 
-COLUMNS = 256  # of the scale's heat map; longer prompts show every n-th token's scale
+COLUMNS = 256  # of the scale's heat map; a longer prompt shows every n-th token
 
 
 @torch.no_grad()
 def inspect_prompt(model: nn.Module, prompt: Prompt, texts: list[str], title: str) -> dict[str, Any]:
-    """What the page shows of one prompt, whose tokens read `texts`."""
+    """The page's data for one prompt; `texts` are its tokens as text."""
     q: list[Tensor] = []
     beta: list[Tensor] = []
     scales: list[Tensor] = []
@@ -30,7 +30,7 @@ def inspect_prompt(model: nn.Module, prompt: Prompt, texts: list[str], title: st
 
     def measure(layer: LayerCapture) -> None:
         r = residuals(layer)
-        # where the residual is too small to measure, the closed form is what the write did
+        # where the residual is too small to measure, use the closed form
         q.append(torch.where(r.negligible, r.closed, r.q)[0].T)  # [H, T]
         beta.append(layer.problem.beta[0].T)
         if layer.scaled:

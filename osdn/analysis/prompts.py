@@ -1,8 +1,8 @@
-"""Prompts to replay, with the place where the second reading of a repeated context begins.
+"""Prompts to replay, and where a repeated context starts for the second time.
 
-They come from a file, from an evaluation task, or from the documentation of the running Python, which is
-always there.  A prompt that repeats itself needs no annotation: the lag between two copies of a piece of it
-says where the second copy starts.
+Prompts come from a file, from an evaluation task, or from the documentation of the running Python, which is
+always available.  Repetition needs no annotation: the distance between two copies of a passage gives the
+start of the second copy.
 """
 
 import json
@@ -19,27 +19,27 @@ import torch
 from torch import Tensor
 
 TOPICS = "topics_twice"
-PROBE = 48  # characters of a piece that is looked for again: longer than chance, shorter than a context
+PROBE = 48  # characters to search for: too many to repeat by chance, fewer than a context has
 
 
 @dataclass(frozen=True)
 class Prompt:
     task: str
     ids: Tensor  # [T]
-    second_reading: int | None = None  # the token where the context is read again
-    text: str = ""  # all of it, whatever was cut
-    cut: int = 0  # tokens that were left out at its beginning
+    second_reading: int | None = None  # the token where the second reading of the context starts
+    text: str = ""  # the whole text, even if `ids` is truncated
+    cut: int = 0  # tokens cut off at the beginning
     source: str = ""  # where it comes from
 
 
 def encode(task: str, text: str, tokenizer: Any, length: int, source: str | None = None) -> Prompt:
-    """A prompt of at most `length` tokens; of a longer one the last are kept, as an evaluation would.
+    """A prompt of at most `length` tokens; a longer text loses its beginning, as in an evaluation.
 
-    The source is the task unless another is named.
+    The source defaults to the task.
     """
     ids = tokenizer(text, return_tensors="pt").input_ids[0]
     if len(ids) < 2:
-        raise ValueError(f"a prompt of {task} has {len(ids)} tokens; it needs two: {text[:60]!r}")
+        raise ValueError(f"a prompt of {task} has {len(ids)} tokens; it needs at least 2: {text[:60]!r}")
     character = find_second_reading(text)
     token = 0 if character is None else len(tokenizer(text[:character]).input_ids)
     cut = max(0, len(ids) - length)
@@ -48,7 +48,7 @@ def encode(task: str, text: str, tokenizer: Any, length: int, source: str | None
 
 
 def find_second_reading(text: str) -> int | None:
-    """The character at which a text starts to repeat what it said; None if it does not.
+    """The position of the character at which a text starts to repeat itself; None if it does not.
 
     >>> find_second_reading("Name? " + 40 * "a1" + 30 * "b-c" + "." + 40 * "a1" + 30 * "b-c" + ". Name:")
     177
@@ -65,7 +65,7 @@ def find_second_reading(text: str) -> int | None:
 
 
 def topics_twice(tokenizer: Any, count: int, length: int) -> Iterator[Prompt]:
-    """Passages of Python's documentation, each read twice, `length` tokens in all."""
+    """Passages of Python's documentation, each repeated once, `length` tokens in total."""
     text = " ".join(" ".join(topics.topics.values()).split())
     ids = tokenizer(text, return_tensors="pt").input_ids[0]
     half = length // 2
@@ -80,7 +80,7 @@ def topics_twice(tokenizer: Any, count: int, length: int) -> Iterator[Prompt]:
 
 
 def file_prompts(path: Path, tokenizer: Any, length: int) -> Iterator[Prompt]:
-    """Prompts of a file: one of a `.txt`, or one a line of a `.jsonl` with "text" and perhaps "task"."""
+    """The prompts of a file: a `.txt` is one prompt, a `.jsonl` has one per line ("text", maybe "task")."""
     if path.suffix != ".jsonl":
         yield encode(path.stem, path.read_text(encoding="utf-8"), tokenizer, length, str(path))
         return
@@ -91,7 +91,7 @@ def file_prompts(path: Path, tokenizer: Any, length: int) -> Iterator[Prompt]:
             except ValueError:
                 row = None
             if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                raise ValueError(f'{path}, line {number}: a prompt is an object with a string "text"')
+                raise ValueError(f'{path}, line {number}: a prompt must be an object with a string "text"')
             yield encode(row.get("task", path.stem), row["text"], tokenizer, length, str(path))
 
 
@@ -103,9 +103,9 @@ def task_prompts(
 
 
 def task_texts(name: str, tokenizer: Any, count: int, data_dir: Path | None = None) -> list[str]:
-    """The first prompts of a task as `osdn eval` reads them: of `fda_twice`, say, or any task of lm_eval."""
+    """The first prompts of a task, such as `fda_twice` or any lm_eval task, as `osdn eval` reads them."""
     if find_spec("lm_eval") is None:
-        raise ValueError(f'{name} needs lm_eval: pip install "osdn[eval]"; or write prompts to a file')
+        raise ValueError(f'{name} needs lm_eval: pip install "osdn[eval]"; or read prompts from a file')
     from osdn.evaluation.harness import load_task, prompt_texts
 
     return prompt_texts(load_task(name, tokenizer, data_dir=data_dir), count)
@@ -119,12 +119,12 @@ def select(
     length: int,
     data_dir: Path | None = None,
 ) -> tuple[int | None, Iterator[Prompt]]:
-    """How many prompts there are at most, if that is known, and the prompts.
+    """The largest possible number of prompts, if known, and the prompts.
 
-    `count` limits each task; a file is read whole.
+    `count` limits each task; a file is read completely.
     """
     if file is not None and tasks:
-        raise ValueError("prompts come from a file or from tasks, not from both")
+        raise ValueError("prompts come from a file or from tasks, not from both: drop one of the two")
     if file is not None:
         if not file.exists():
             raise FileNotFoundError(f"{file} does not exist")

@@ -1,10 +1,10 @@
 """The residual ratio q_t = f_t(S_t) / f_t(S_{t-1}) of every write, and the scale that each write used.
 
 f_t(S) = ½ |v_t - Sᵀk_t|² is the regression loss that the delta rule takes one step on (the paper, "Mechanism
-diagnostic").  For layers whose state decays, S_{t-1} is the decayed state: what the write starts from.  The
-ratio is measured twice: from the states, which the operators' recurrence yields in float32, and by the closed
-form q_t = (1 - beta_t <d_t, k_t²>)², which needs no state ("Token-Local Residual Contraction").  Of another
-rule than the paper's the closed form is (1 - beta_t <w_t, k_t>)², with its write key w; it has no scale d.
+diagnostic").  If the state decays, S_{t-1} is the decayed state, which is where the write starts.  The ratio
+is computed in two ways: from the states, which the operators' recurrence yields in float32, and by the closed
+form q_t = (1 - beta_t <d_t, k_t²>)², which needs no state ("Token-Local Residual Contraction").  Rules other
+than the paper's have no scale d; their closed form is (1 - beta_t <w_t, k_t>)² with the write key w.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from osdn.analysis.capture import LayerCapture
 from osdn.analysis.theory.runs import Problem, run
 from osdn.ops import precondition_keys
 
-# A residual below a fiftieth of its value is negligible: float32 reads a state to some 1e-7 of the value, and
-# below this the ratio of two such residuals is no longer known to 1e-5.
+# A residual below a fiftieth of its value is negligible: float32 reads a state with an error of about 1e-7 of
+# the value, so the ratio of two smaller residuals is not accurate to 1e-5.
 NEGLIGIBLE = 0.02**2
-FLOOR = 1e-12  # of a ratio in logarithms: float32 resolves a residual to about 1e-6 of what it was
+FLOOR = 1e-12  # of a ratio before its logarithm: float32 resolves a residual to about 1e-6 of its former size
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Residuals:
 
     @property
     def q(self) -> Tensor:
-        """The measured ratio; where the residual is negligible it has no meaning."""
+        """The measured ratio; meaningless where the residual is negligible."""
         return self.after / self.before.clamp_min(torch.finfo(self.before.dtype).tiny)
 
     @property
@@ -57,13 +57,13 @@ def residuals(layer: LayerCapture | Problem) -> Residuals:
 def scale_trajectory(layer: LayerCapture | Problem) -> Tensor:
     """The scale d_t that each token was written with, [B, T, HV, K].
 
-    Phase 1 returns write keys `d * k`, from which `d` cannot be divided out where a key is zero.  A token
-    with `beta = 0`, a key of ones and full retention takes no step, and its write key is the scale itself:
-    one such token after each of the stream's own reads out what that token left.
+    Phase 1 returns write keys `d * k`, and dividing by `k` fails where a key is zero.  A token with `beta =
+    0`, a key of ones and full retention takes no step, and its write key is the scale itself.  So one such
+    probe token follows each real token and reads the scale it left.
     """
     p = layer.problem if isinstance(layer, LayerCapture) else layer
     if p.write_keys is not None:
-        raise ValueError("this layer has no scale: only the paper's rule keeps one")
+        raise ValueError("this layer has no scale: only the paper's rule has one")
     beta = p.beta if p.beta_aware else torch.ones_like(p.beta)
     retention = p.retention
     if isinstance(retention, (int, float)):
@@ -82,5 +82,5 @@ def scale_trajectory(layer: LayerCapture | Problem) -> Tensor:
 
 
 def _alternate(x: Tensor, probe: float) -> Tensor:
-    """The tokens of `x`, each followed by one filled with `probe`."""
+    """The tokens of `x`, each followed by a probe token filled with `probe`."""
     return torch.stack([x, torch.full_like(x, probe)], 2).flatten(1, 2)

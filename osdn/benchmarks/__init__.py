@@ -1,1 +1,1 @@
-"""Timings behind `osdn bench`: contenders take turns in one process, so that a slow spell hits them all."""
+"""The timings of `osdn bench`: contenders take turns in one process, so slow spells affect all of them."""

@@ -1,9 +1,9 @@
 """The operators on a GPU: `osdn bench ops --device cuda`.
 
-The race of `osdn.benchmarks.ops` in bfloat16, timed by events on the GPU: backend `triton` against
-`chunkwise` and, where it can be imported, flash-linear-attention.  Calls are queued ten at a time, as a model
-queues its layers, so a time is the GPU's or, where that is shorter, Python's for the launches.  The last
-column is the least that an H100's data sheet implies (osdn/ops/triton/roofline.py).  Results go to
+The comparison of `osdn.benchmarks.ops` in bfloat16, timed by events on the GPU: backend `triton` against
+`chunkwise` and, if it can be imported, flash-linear-attention.  Calls are queued ten at a time, as a model
+queues its layers, so a time is that of the GPU or of Python's launches, whichever is longer.  The last column
+is the lower bound that an H100's data sheet implies (osdn/ops/triton/roofline.py).  Results go to
 runs/bench/gpu.json.
 """
 
@@ -22,7 +22,7 @@ from osdn.benchmarks.ops import (
     SEED,
     VARIANTS,
     Call,
-    Problem,
+    Workload,
     console,
     forward,
     forward_backward,
@@ -34,7 +34,7 @@ from osdn.ops import available_backends, delta_rule, online_scaled_delta_rule, t
 from osdn.ops.checks import Scaling
 from osdn.results.store import save_json
 
-OURS = tuple(name for name in VARIANTS if name not in RULES)  # the roofline knows of no other rule
+OURS = tuple(name for name in VARIANTS if name not in RULES)  # the roofline covers no other rule
 LENGTHS = (2048, 8192, 32768, 65536)
 CHUNKWISE_UP_TO = 8192
 DECAYS = {
@@ -51,7 +51,7 @@ Clock = Callable[[Call, int], float]
 
 
 def on_gpu(call: Call, repeat: int) -> float:
-    """Milliseconds of one of `repeat` calls on the current device."""
+    """Milliseconds per call on the current device, averaged over `repeat` calls."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeat):
@@ -62,7 +62,7 @@ def on_gpu(call: Call, repeat: int) -> float:
 
 
 def fla(form: str) -> dict[str, Any]:
-    """flash-linear-attention's functions, where it is installed: `form` is chunk or fused_recurrent."""
+    """The functions of flash-linear-attention, if it is installed; `form` is chunk or fused_recurrent."""
     found = {}
     for name, rule in FLA.items():
         with suppress(ImportError):
@@ -70,13 +70,13 @@ def fla(form: str) -> dict[str, Any]:
     return found
 
 
-def gates(p: Problem) -> dict[str, dict[str, Any]]:
-    """The decay of every backbone, as flash-linear-attention calls it."""
+def gates(p: Workload) -> dict[str, dict[str, Any]]:
+    """The decay of every backbone, under the names of flash-linear-attention."""
     return {"delta_net": {}, "gdn": {"g": p.decay}, "kda": {"g": p.channel_decay}}
 
 
-def contenders(p: Problem) -> dict[str, Any]:
-    """The variants and their peers, for sequences."""
+def contenders(p: Workload) -> dict[str, Any]:
+    """The variants and their peers on sequences."""
     found = variants(p, "triton", OURS)
     if p.shape["T"] <= CHUNKWISE_UP_TO:
         found |= variants(p, "chunkwise", BACKBONES)
@@ -86,8 +86,8 @@ def contenders(p: Problem) -> dict[str, Any]:
     return found
 
 
-def decoding(p: Problem) -> dict[str, Call]:
-    """One token with states in and out; `in place` writes the state over the one it read."""
+def decoding(p: Workload) -> dict[str, Call]:
+    """One token with initial and final states; `in place` overwrites the initial state."""
     q, k, v, beta = p.inputs
     states: dict[str, Any] = {"initial_state": p.state, "output_final_state": True}
     settings = Scaling(0.003, (0.5, 2.0), True, 1e-6)
@@ -108,7 +108,7 @@ def decoding(p: Problem) -> dict[str, Call]:
 
 
 def implied(name: str, shape: dict[str, int], backward: bool) -> float:
-    """Milliseconds that an H100's data sheet implies for a variant of ours."""
+    """The milliseconds that an H100's data sheet implies for one of our variants."""
     from osdn.ops.triton import roofline
 
     plain = name.removesuffix("-apf")
@@ -116,8 +116,8 @@ def implied(name: str, shape: dict[str, int], backward: bool) -> float:
     return sum(c.seconds for phase in phases[plain in BACKBONES :] for c in phase) * 1e3
 
 
-def measure(p: Problem, rounds: int, clock: Clock) -> list[dict[str, Any]]:
-    """Forward, and forward and backward, of all that runs on this problem."""
+def measure(p: Workload, rounds: int, clock: Clock) -> list[dict[str, Any]]:
+    """Time forward, and forward and backward, of all contenders."""
     found = contenders(p)
     dtype = str(p.inputs[0].dtype).removeprefix("torch.")
     where = " ".join(f"{name}={value}" for name, value in p.shape.items()) + f", {dtype}"
@@ -137,19 +137,19 @@ def measure(p: Problem, rounds: int, clock: Clock) -> list[dict[str, Any]]:
 
 
 def run(quick: bool, rounds: int, output: Path, device: str) -> None:
-    """All tables, printed and saved; `quick` is the shortest length and decoding."""
+    """Print and save all tables; `quick` runs only the shortest length and decoding."""
     if device.split(":")[0] != "cuda":
         raise ValueError(
-            f"device is {device!r}; it must be cpu, cuda (NVIDIA or AMD) or one of them, as cuda:1"
+            f"device is {device!r}; it must be cpu, cuda (NVIDIA or AMD), or a specific one such as cuda:1"
         )
     if "triton" not in available_backends("cuda"):
-        console.print("no CUDA or ROCm device, or no package triton: nothing was measured")
+        console.print("nothing was measured: there is no CUDA or ROCm device, or triton is not installed")
         return
     with torch.cuda.device(device):
         tables = []
         for T in LENGTHS[:1] if quick else LENGTHS:
-            tables += measure(Problem(1, T, 8, 128, 128, device, torch.bfloat16), rounds, on_gpu)
-        one = Problem(1, 1, 8, 128, 128, device, torch.bfloat16)
+            tables += measure(Workload(1, T, 8, 128, 128, device, torch.bfloat16), rounds, on_gpu)
+        one = Workload(1, 1, 8, 128, 128, device, torch.bfloat16)
         title = "decoding one token, B=1 H=8 K=V=128, bfloat16"
         result = race(decoding(one), 3 * rounds, title, repeat=100, clock=on_gpu)
         tables.append({"title": title, "ms": result, **one.shape})

@@ -4,10 +4,10 @@
     osdn bench ops --quick          # the main table only
     osdn bench ops --device cuda    # the GPU kernels (osdn/benchmarks/gpu.py)
 
-Every contender is run once per round, round after round, so that a slow spell of the machine hits them all;
-the table shows the best and the median round.  The limit is the arithmetic the recurrence cannot avoid, 6 K V
-operations per token and head forward and 20 K V forward and backward, at the speed `torch.mm` reaches in the
-same rounds.  Results go to runs/bench/ops.json and ops.svg.
+Every contender runs once per round, so that slow spells of the machine affect all of them; the table shows
+the best and the median round.  The limit is the arithmetic that the recurrence cannot avoid, 6 K V operations
+per token and head forward and 20 K V forward and backward, at the speed that `torch.mm` reaches in the same
+rounds.  Results go to runs/bench/ops.json and ops.svg.
 """
 
 import statistics
@@ -47,11 +47,11 @@ SEED = 0
 BACKBONES = ("delta_net", "gdn", "kda")
 RULES = ("newton", "newton, blocks of 16", "pgdn")
 VARIANTS = ("delta_net", "osdn", "osdn-apf", *RULES, "gdn", "osgdn", "kda", "oskda")
-MM = 1024  # the limit's speed is that of a float32 product of two MM x MM matrices
+MM = 1024  # the limit assumes the speed of a float32 product of two MM x MM matrices
 
 
-class Problem:
-    """One set of inputs, with and without gradients; gates and states are float32 in every `dtype`."""
+class Workload:
+    """Inputs of the operators, with and without gradients; gates and states are float32 for every `dtype`."""
 
     def __init__(
         self,
@@ -83,8 +83,11 @@ class Problem:
         return s["B"] * s["T"] * s["H"] * s["K"] * s["V"]
 
 
-def variants(p: Problem, backend: str, names: Collection[str] = VARIANTS) -> dict[str, Any]:
-    """name and backend -> function of (q, k, v, beta) that returns the outputs, for sequences."""
+Problem = Workload  # the name that benchmarks/half.py imports
+
+
+def variants(p: Workload, backend: str, names: Collection[str] = VARIANTS) -> dict[str, Any]:
+    """Functions of (q, k, v, beta) that return the outputs for sequences, by name and backend."""
     calls: dict[str, Any] = {
         "delta_net": lambda b, *x: delta_rule(*x, backend=b)[0],
         "osdn": lambda b, *x: online_scaled_delta_rule(*x, backend=b)[0],
@@ -103,7 +106,7 @@ def variants(p: Problem, backend: str, names: Collection[str] = VARIANTS) -> dic
 
 
 def contenders(
-    p: Problem, compiled: bool = False, chunkwise: bool = True, slow: bool = True
+    p: Workload, compiled: bool = False, chunkwise: bool = True, slow: bool = True
 ) -> dict[str, Any]:
     """The variants and their peers on a CPU."""
     found: dict[str, Any] = {}
@@ -121,7 +124,7 @@ def contenders(
     return found
 
 
-def forward(p: Problem, f: Any) -> Call:
+def forward(p: Workload, f: Any) -> Call:
     def run() -> Any:
         with torch.no_grad():
             return f(*p.inputs)
@@ -129,12 +132,12 @@ def forward(p: Problem, f: Any) -> Call:
     return run
 
 
-def forward_backward(p: Problem, f: Any) -> Call:
+def forward_backward(p: Workload, f: Any) -> Call:
     return lambda: torch.autograd.grad(f(*p.leaves), p.leaves, p.grad)
 
 
-def decoding(p: Problem) -> dict[str, Call]:
-    """One token with states in and out."""
+def decoding(p: Workload) -> dict[str, Call]:
+    """One token with initial and final states."""
     q, k, v, beta = p.inputs
     state: dict[str, Any] = {"initial_state": p.state, "output_final_state": True}
     calls: dict[str, Call] = {}
@@ -153,7 +156,7 @@ def decoding(p: Problem) -> dict[str, Call]:
 
 
 def on_cpu(call: Call, repeat: int) -> float:
-    """Milliseconds of one of `repeat` calls."""
+    """Milliseconds per call, averaged over `repeat` calls."""
     start = time.perf_counter()
     for _ in range(repeat):
         call()
@@ -167,7 +170,7 @@ def race(
     repeat: int = 1,
     clock: Callable[[Call, int], float] = on_cpu,
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds of every call: one run each per round, the first round thrown away."""
+    """Milliseconds of every call, each run once per round; the first round is discarded."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     if not console.is_terminal:
         console.print(f"timing {len(calls)} contenders: {title}", highlight=False)
@@ -181,7 +184,7 @@ def race(
 
 
 def add_limit(result: dict[str, dict[str, float]], macs: int, operations: int) -> float:
-    """The limit in ms at the rounds' best torch.mm speed, and every contender's ratio to it."""
+    """Return the limit in ms at the best speed of torch.mm, and add every contender's ratio to it."""
     limit = operations * macs / (2 * MM**3) * result.pop("torch.mm")["min"]
     for row in result.values():
         row["ratio"] = row["min"] / limit
@@ -194,7 +197,7 @@ def show(content: dict[str, Any]) -> None:
 
 
 def run(quick: bool, rounds: int, output: Path, device: str = "cpu") -> None:
-    """All tables, printed and saved; `quick` is the main one and decoding."""
+    """Print and save all tables; `quick` runs only the main one and decoding."""
     if device != "cpu":
         from osdn.benchmarks import gpu
 
@@ -205,7 +208,9 @@ def run(quick: bool, rounds: int, output: Path, device: str = "cpu") -> None:
     threads = torch.get_num_threads()
     everything: list[dict[str, Any]] = []
 
-    def table(title: str, p: Problem, calls: dict[str, Call], operations: int, rounds: int) -> dict[str, Any]:
+    def table(
+        title: str, p: Workload, calls: dict[str, Call], operations: int, rounds: int
+    ) -> dict[str, Any]:
         result = race({"torch.mm": lambda: torch.mm(a, b), **calls}, rounds, title)
         limit = add_limit(result, p.macs(), operations)
         entry = {
@@ -221,7 +226,7 @@ def run(quick: bool, rounds: int, output: Path, device: str = "cpu") -> None:
 
     for n in [threads] if quick or threads == 1 else [threads, 1]:
         torch.set_num_threads(n)
-        p = Problem(1, 2048, 8, 128, 128)
+        p = Workload(1, 2048, 8, 128, 128)
         where = f"B=1 T=2048 H=8 K=V=128, {n} thread{'s' * (n > 1)}"
         found = contenders(p, compiled=not quick and n == threads, slow=not quick and n == threads)
         table(f"forward, {where}", p, {k: forward(p, f) for k, f in found.items()}, 6, rounds)
@@ -229,7 +234,7 @@ def run(quick: bool, rounds: int, output: Path, device: str = "cpu") -> None:
         calls = {k: forward_backward(p, f) for k, f in found.items()}
         table(f"forward and backward, {where}", p, calls, 20, rounds)
 
-        one = Problem(1, 1, 8, 128, 128)
+        one = Workload(1, 1, 8, 128, 128)
         title = f"decoding one token, B=1 H=8 K=V=128, {n} thread{'s' * (n > 1)}"
         result = race(decoding(one), 3 * rounds, title, repeat=100)
         everything.append({"title": title, "threads": n, "ms": result, **one.shape})
@@ -237,13 +242,13 @@ def run(quick: bool, rounds: int, output: Path, device: str = "cpu") -> None:
     torch.set_num_threads(threads)
 
     if not quick:
-        p = Problem(8, 512, 8, 64, 64)
+        p = Workload(8, 512, 8, 64, 64)
         calls = {k: forward_backward(p, f) for k, f in contenders(p, chunkwise=False, slow=False).items()}
         table("training, B=8 T=512 H=8 K=V=64: forward and backward", p, calls, 20, rounds)
         series: dict[str, dict[int, float]] = {}
         names = ("osdn, cpu", "delta_net, cpu", "gdn, chunkwise", "gdn, transformers eager")
         for T in (512, 1024, 2048, 4096, 8192, 16384):
-            p = Problem(1, T, 8, 128, 128)
+            p = Workload(1, T, 8, 128, 128)
             calls = {k: forward(p, f) for k, f in contenders(p, slow=False).items() if k in names}
             entry = table(f"prefill, T={T}", p, calls, 6, max(3, rounds * 2048 // max(T, 2048)))
             for name, row in entry["ms"].items():

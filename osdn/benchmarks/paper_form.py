@@ -1,7 +1,8 @@
-"""The algorithm as the paper's chunkwise appendix states it, in plain PyTorch: a yardstick for speed.
+"""The algorithm of the paper's chunkwise appendix in plain PyTorch, for comparing speed.
 
-Phase 1 walks the tokens one by one; phase 2 inverts I + tril(B K W', -1) in every chunk of 64 and carries the
-state, kept as [V, K], from chunk to chunk.  No decay, and the length must be a multiple of the chunk.
+Phase 1 loops over the tokens; phase 2 inverts I + tril(B K W', -1) in every chunk of 64 and carries the
+state, stored as [V, K], from chunk to chunk.  There is no decay, and the length must be a multiple of the
+chunk size.
 """
 
 import torch

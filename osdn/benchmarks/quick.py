@@ -1,7 +1,7 @@
-"""Two speeds worth knowing: training steps against the token-by-token reference, operators against a peer.
+"""Two quick comparisons: training with the token-by-token reference, and the operators with a peer.
 
-Contenders take turns, round after round, so that a slow spell of the machine hits them all; the best round of
-each counts.  `osdn bench ops` does the same at length.
+Contenders take turns in every round, so that slow spells of the machine affect all of them; the best round of
+each counts.  `osdn bench ops` is the thorough version.
 """
 
 import time
@@ -22,7 +22,7 @@ OPERATORS_SHAPE = {"B": 1, "T": 2048, "H": 8, "K": 128, "V": 128}
 
 
 class FullLength(RecallTask):
-    """Recall without the shorter sequences that training mixes in."""
+    """Recall without the shorter sequences of training."""
 
     def batches(self, seed: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
@@ -31,9 +31,9 @@ class FullLength(RecallTask):
 
 
 def training(run: Run) -> dict[str, float]:
-    """Steps a second of the run's model on 256-token sequences, with the fast operators and the reference."""
+    """Training steps per second on 256-token sequences, with the fast operators and with the reference."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the lab trains
+    torch.set_num_threads(1)  # as in the lab
     run = replace(run, task=FullLength(length=256), batch=8)
     try:
         fast = steps_per_second(run, 30)
@@ -43,18 +43,18 @@ def training(run: Run) -> dict[str, float]:
 
 
 def steps_per_second(run: Run, steps: int) -> float:
-    """Of the training loop, at the best of its steps; the first two are not counted."""
+    """The speed of the training loop in its fastest step; the first two do not count."""
     stamps: list[float] = []
     train(replace(run, steps=steps + 2), lambda *_: stamps.append(time.perf_counter()))
     return 1 / min(after - before for before, after in pairwise(stamps[1:]))
 
 
 def operators(rounds: int = 3) -> dict[str, float]:
-    """Milliseconds of a forward and backward pass: the operators, and the fallback in `transformers`."""
+    """Milliseconds of a forward and backward pass of the operators and of the fallback in `transformers`."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # it recommends a package; here it is the fallback that is timed
+    logging.set_verbosity_error()  # no advice to install a package: the fallback is timed on purpose
     B, T, H, K, V = OPERATORS_SHAPE.values()
     generator = torch.Generator().manual_seed(0)
 

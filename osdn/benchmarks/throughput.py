@@ -1,9 +1,9 @@
 """Inference throughput by the protocol of the paper's appendix "Inference Throughput Protocol and Results".
 
-One sequence, one forward call over the prompt, then greedy tokens one by one through the cache; two
-warm-ups, five timed repeats, medians; tokens per second are (prompt + generated) / (prefill + decoding time).
-Models of one block take turns within each repeat, so that a slow spell of the machine hits them alike, and
-presets of one block hold the very same weights: what is left between them is the online scaling.
+One sequence: one forward call for the prompt, then greedy tokens one by one through the cache. Medians of
+five timed repeats after two warm-ups; tokens per second are (prompt + generated) / (prefill + decoding time).
+The models of a block take turns within each repeat, so that slow spells of the machine affect all of them,
+and presets of a block share their weights, so that they differ only in the online scaling.
 """
 
 import statistics
@@ -32,7 +32,7 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Timed:
-    """A model, and what was measured of it."""
+    """A model and its measured times."""
 
     identity: Identity
     model: OSDNForCausalLM
@@ -50,10 +50,10 @@ def throughput(
     repeats: int = REPEATS,
     progress: Progress = lambda name: None,
 ) -> dict[str, Any]:
-    """Times models, one block after the other, and returns what goes into the result file.
+    """Time models, one block after the other, and return the contents of the result file.
 
-    Each is a preset or the folder of a saved model.  A preset's weights are random: time does not depend on
-    them.  Without a `dtype` they are bfloat16 on a GPU, as in the paper, and float32 on a CPU.
+    A model is a preset or the folder of a saved model.  Presets have random weights, which do not affect
+    speed.  The default `dtype` is bfloat16 on a GPU, as in the paper, and float32 on a CPU.
     """
     dtype = dtype or ("float32" if usable_device(device).type == "cpu" else "bfloat16")
     if dtype not in DTYPES:
@@ -87,19 +87,19 @@ def throughput(
 
 
 def expand(names: list[str]) -> list[str]:
-    """Presets and saved models as they are; a size such as tiny or hybrid-tiny is all of its presets."""
+    """Replace a size such as tiny or hybrid-tiny by its presets; presets and saved models are unchanged."""
     found: list[str] = []
     for name in names:
         kind = name.startswith("hybrid-")
         sized = [x for x in PRESETS if x.endswith(f"-{name}") and ("-hybrid-" in x) == kind]
         if not sized and name not in PRESETS and not Path(name).is_dir():
-            raise ValueError(f"there is no preset, size or folder {name}; presets: {', '.join(PRESETS)}")
+            raise ValueError(f"there is no preset, size or folder {name}; presets are {', '.join(PRESETS)}")
         found += sized or [name]
     return list(dict.fromkeys(found))
 
 
 def blocks(models: list[str]) -> list[list[str]]:
-    """The models of one block together, those without online scaling first; each is timed once."""
+    """The models grouped by block, those without online scaling first; each appears once."""
     configs = {name: load_config(name) for name in models}
     found: dict[str, list[str]] = {block_of(config): [] for config in configs.values()}
     for name in sorted(configs, key=lambda name: configs[name].preconditioner is not None):
@@ -108,7 +108,7 @@ def blocks(models: list[str]) -> list[list[str]]:
 
 
 def build(block: list[str], device: str, dtype: torch.dtype = torch.float32) -> list[Timed]:
-    """The models of one block; presets share all parameters they have in common, saved models keep theirs."""
+    """The models of one block; presets share their common parameters, saved models keep their own."""
     torch.manual_seed(SEED)
     built: list[Timed] = []
     shared: dict[str, torch.nn.Parameter] = {}
@@ -126,7 +126,7 @@ def build(block: list[str], device: str, dtype: torch.dtype = torch.float32) -> 
 
 @torch.inference_mode()
 def generate(model: OSDNForCausalLM, ids: Tensor, decode: int) -> tuple[float, float]:
-    """Milliseconds of one forward over the prompt, and of `decode` greedy tokens after it."""
+    """Milliseconds of one forward pass over the prompt, and of the `decode` greedy tokens after it."""
     cache = DynamicCache(config=model.config)
     marks = [_now(ids.device)]
     token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
@@ -138,10 +138,10 @@ def generate(model: OSDNForCausalLM, ids: Tensor, decode: int) -> tuple[float, f
 
 
 def summarise(block: list[Timed], tokens: int) -> list[dict[str, Any]]:
-    """A row per model of a block; differences are to its baseline, in per cent of tokens per second.
+    """One row per model of a block; changes are in percent of the baseline's tokens per second.
 
-    `change` compares the medians, as the paper does; `paired_change` is the median of the comparisons within
-    a repeat, which a machine that slows down in the middle does not disturb.
+    `change` compares medians, as in the paper; `paired_change` is the median of the comparisons within each
+    repeat, which is robust if the machine slows down halfway.
     """
     base = block[0] if block[0].identity.baseline else None
     rows: list[dict[str, Any]] = []
@@ -167,7 +167,7 @@ def summarise(block: list[Timed], tokens: int) -> list[dict[str, Any]]:
 
 
 def _rotated(block: list[Timed], turn: int) -> Iterator[Timed]:
-    """Everyone goes first as often as the others."""
+    """Rotate the order, so that each model goes first equally often."""
     yield from (block[(i + turn) % len(block)] for i in range(len(block)))
 
 

@@ -1,7 +1,8 @@
-"""The packed trainer against a bare loop of forward, backward and step: the same model, rows and optimizer.
+"""The packed trainer against a bare loop of forward, backward and step with the same model, rows and
+optimizer.
 
-The loop has its rows in memory, logs nothing and saves nothing; it is the most that a trainer can reach.
-Both run in turn, and the median time of a step counts.
+The loop has its rows in memory, logs nothing and saves nothing, so it is an upper bound for any trainer.  The
+two take turns, and the median time per step counts.
 """
 
 import tempfile
@@ -20,10 +21,10 @@ from osdn.results.store import save_json
 from osdn.training.data import load_tokenizer
 from osdn.training.monitor import Metrics
 from osdn.training.packing import PackedRows
-from osdn.training.settings import Settings, load_settings
+from osdn.training.settings import RunSettings, load_settings
 from osdn.training.trainer import PackedTrainer, load_pieces, training_arguments
 
-WARMUP = 3  # steps that are not counted
+WARMUP = 3  # steps that do not count
 
 
 class Clock(TrainerCallback):
@@ -34,15 +35,15 @@ class Clock(TrainerCallback):
         self.times.append(time.perf_counter())
 
 
-def build(settings: Settings) -> tuple[OSDNForCausalLM, PackedRows]:
+def build(settings: RunSettings) -> tuple[OSDNForCausalLM, PackedRows]:
     set_seed(settings.training.seed)
     model = OSDNForCausalLM(settings.model_config())
     pieces = load_pieces(settings, load_tokenizer(settings.data.tokenizer))
     return model, PackedRows(pieces, settings.data.seq_len)
 
 
-def trainer_steps(settings: Settings) -> list[float]:
-    """The seconds of every step of the trainer, logging every step."""
+def trainer_steps(settings: RunSettings) -> list[float]:
+    """Seconds of every step of the trainer, which logs every step."""
     model, rows = build(settings)
     tokenizer, clock = load_tokenizer(settings.data.tokenizer), Clock()
     arguments = training_arguments(settings, devices=1)
@@ -54,8 +55,8 @@ def trainer_steps(settings: Settings) -> list[float]:
     return [b - a for a, b in pairwise(clock.times)][WARMUP:]
 
 
-def loop_steps(settings: Settings) -> list[float]:
-    """The seconds of every step of the loop."""
+def loop_steps(settings: RunSettings) -> list[float]:
+    """Seconds of every step of the loop."""
     model, rows = build(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.optimizer.learning_rate)
     accumulation, steps = settings.accumulation(1), settings.training.steps
@@ -75,7 +76,7 @@ def loop_steps(settings: Settings) -> list[float]:
 
 
 def run(config: str, steps: int, rounds: int, output: Path) -> dict[str, Any]:
-    """Time both, round by round, and save the result."""
+    """Time both in turn and save the result."""
     loop: list[float] = []
     trainer: list[float] = []
     with tempfile.TemporaryDirectory() as directory:

@@ -1,6 +1,6 @@
-"""The fast forms of the zoo's rows against their step functions: a forward and backward pass of each.
+"""The fast forms of the zoo's rows against their step functions, forward and backward.
 
-On one thread, as the lab trains, and in CPU time, which does not count what else a machine does.
+Measured on one thread, as in the lab, and in CPU time, which ignores whatever else the machine is doing.
 """
 
 import time
@@ -15,7 +15,7 @@ SHAPE = {"B": 2, "H": 2, "T": 256, "K": 32, "V": 32}
 
 
 def run(rounds: int = 3, shape: dict[str, int] = SHAPE) -> Table:
-    """Milliseconds of every row that has a fast form; the two take turns, and the best round counts."""
+    """Milliseconds of both forms of every row that has a fast one; they take turns, the best round counts."""
     rows, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,1 +1,1 @@
-"""The paper's benchmarks for any causal model: `osdn eval` runs them, `osdn compare` makes the tables."""
+"""The paper's benchmarks for any causal model: `osdn eval` runs them, `osdn compare` tabulates results."""

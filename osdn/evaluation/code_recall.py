@@ -1,9 +1,9 @@
-"""Recall on Python's sources: a task that can be made anywhere, in the form of "Just read twice".
+"""Recall on Python's sources: a "Just read twice" task that needs no download.
 
-A document is a stretch of a file that the training splits of `stdlib` and `installed` do not hold.  It is
-followed by a cue whose answer stands in it once: the arguments of a function, the value of a variable, the
-value of an attribute.  An answer that any file of the training split gives to any such cue is not asked for,
-so that a model which sees only the cue cannot know it; the task `code_alone` measures whether that is so.
+A document is an excerpt from a file that is not in the training splits of `stdlib` and `installed`.  It is
+followed by a cue whose answer occurs once in the excerpt: the arguments of a function, or the value of a
+variable or attribute.  Answers that occur after any such cue in the training split are excluded, so a model
+that sees only the cue cannot know the answer.  The task `code_alone` checks that.
 """
 
 import random
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from osdn.evaluation.data import bars
+from osdn.evaluation.data import dataset_progress
 from osdn.evaluation.recall import ROOM, WINDOW, fast_tokenizer
 from osdn.training.data import SourceFiles
 
-QUESTIONS = 300  # of each kind
-SHORTEST, LONGEST = 8, 40  # characters of an answer
-PER_FILE = 5  # questions at most
-CHARACTERS = 8  # of a token, at the most on average
+QUESTIONS = 300  # per kind
+SHORTEST, LONGEST = 8, 40  # characters in an answer
+PER_FILE = 5  # most questions about one file
+CHARACTERS = 8  # upper bound on the average characters per token
 SEED = 0
 KINDS = {  # the cue, and the answer after it
     "arguments": re.compile(
@@ -50,9 +50,9 @@ def code_documents(
     source: str = "installed",
     **_: Any,
 ) -> dict[str, Dataset]:
-    """The data set of a task: its cues after so many readings of their documents.
+    """The data set of a task: cues that follow so many readings of their documents.
 
-    The keyword arguments are the metadata that `lm_eval` hands to every task.
+    The keyword arguments are the metadata that `lm_eval` passes to every task.
     """
     place = fast_tokenizer("code_recall", pretrained if tokenizer is None else tokenizer, window)
     rows: list[dict[str, str]] = []
@@ -67,11 +67,11 @@ def code_documents(
 
 @cache
 def _questions(kind: str, source: str) -> Dataset:
-    """Questions about the held-out files in an order of their own, more than are asked; found once."""
+    """Shuffled questions about the held-out files, more than are needed; collected once and cached."""
     files = SourceFiles(source)
     key = f"{files.fingerprint} {SHORTEST} {LONGEST} {PER_FILE} {QUESTIONS} {SEED}"  # of the cache
     arguments = {"source": source, "pattern": KINDS[kind].pattern, "key": key}
-    with bars(False):
+    with dataset_progress(False):
         return Dataset.from_generator(_find, gen_kwargs=arguments, split="validation")
 
 
@@ -90,7 +90,7 @@ def _find(source: str, pattern: str, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _ask(text: str, pattern: re.Pattern[str]) -> Iterator[Question]:
-    """Some questions about a file; cue and answer stand in it once, and the cue hints at no answer."""
+    """Some questions about a file; cue and answer occur once, and the cue does not hint at the answer."""
     found = []
     for match in pattern.finditer(text):
         cue, answer = match[1], match[2].strip()
@@ -105,11 +105,11 @@ def _letters(text: str) -> str:
 
 
 def _stretch(question: Question, tokenizer: Any, length: int) -> str | None:
-    """Whole lines around the answer, at most `length` tokens, the answer anywhere among them.
+    """Whole lines with the answer somewhere among them, at most `length` tokens.
 
-    None if the answer's line does not fit, or if what fits is less than half of the length.
+    None if the answer's line does not fit, or if the excerpt would have less than half of `length` tokens.
     """
-    reach = CHARACTERS * length  # far enough on either side, and no farther: files may be long
+    reach = CHARACTERS * length  # far enough on either side without tokenising a long file
     begin = max(0, question.start - reach)
     text, place = question.text[begin : question.start + reach], question.start - begin
     question = question._replace(start=place)
@@ -124,12 +124,12 @@ def _stretch(question: Question, tokenizer: Any, length: int) -> str | None:
     first = max(0, min(inside[0] - before, len(offsets) - length))
     last = min(len(offsets) - 1, first + length - 1)
     start, stop = offsets[first][0], offsets[last][1]
-    if start > 0 and text[start - 1] != "\n":  # begin with a whole line, and end with one
+    if start > 0 and text[start - 1] != "\n":  # start and end with a whole line
         start = min(text.find("\n", start, question.start) + 1 or question.start, question.start)
     if stop < len(text):
         stop = max(text.rfind("\n", end, stop), end)
-    kept = sum(a >= start and b <= stop for a, b in offsets[first : last + 1])
-    return text[start:stop].strip("\n") if kept >= length / 2 else None
+    tokens = sum(a >= start and b <= stop for a, b in offsets[first : last + 1])
+    return text[start:stop].strip("\n") if tokens >= length / 2 else None
 
 
 arguments = partial(code_documents, "arguments", readings=1)

@@ -1,9 +1,9 @@
-"""`lm_eval` as the engine: its tasks and ours, on a model that is loaded already.
+"""`lm_eval` as the engine: its tasks and ours, on a model that is already loaded.
 
-It needs little help.  Its search for a batch size tries ever smaller batches until memory suffices, which on
-a CPU ends in swapping or in being killed, and takes for granted that a model has a maximum length: here
-batches are sized by their tokens, and what is longer than a batch is read in pieces.  Where a prompt must be
-cut, that is counted.  The progress bars are handed to whoever shows progress.
+Three things are changed.  `lm_eval` finds a batch size by trying smaller and smaller batches until memory
+suffices, which on a CPU ends in swapping or being killed, and it assumes that every model has a maximum
+length.  Here batches are sized by their tokens, and anything longer than a batch is read in pieces.
+Truncated prompts are counted.  Progress is reported through a callback.
 """
 
 import io
@@ -41,20 +41,21 @@ from osdn.results.scores import COMPARED, Score
 
 OWN_TASKS = Path(__file__).parent / "tasks"
 RESAMPLES = 1000  # for the standard error of LAMBADA's perplexity, which lm_eval bootstraps
-WRONG_DATA = (KeyError, IndexError, TypeError, AttributeError, UndefinedError)  # what tasks raise at it
+# what tasks raise for bad data
+WRONG_DATA = (KeyError, IndexError, TypeError, AttributeError, UndefinedError)
 SEED = 0  # of the bootstrap; answers are greedy
-GENERATED_TOKENS = 16_384  # of prompts that are read at once, to be continued
+GENERATED_TOKENS = 16_384  # most prompt tokens read at once before generating
 MOST_PROMPTS = 32
 UNLIMITED = 2**31  # tokens: `lm_eval` needs a maximum length
-POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")  # where `lm_eval` looks, too
+POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")  # as in `lm_eval`
 WITHOUT_POSITIONS = {"linear_attention", "delta_rule", "conv"}  # kinds of layers, by `config.layer_types`
 
 
 class TokenBatchedLM(HFLM):
-    """A model whose batches have about the same number of tokens, whatever the length of requests.
+    """A model whose batches have about the same number of tokens, regardless of the length of requests.
 
-    Without a maximum length nothing is cut.  With one, `cut` holds how many tokens each prompt lost.  (Among
-    several processes `lm_eval` repeats requests so that all have as many; a prompt counts once.)
+    Without a maximum length nothing is truncated.  With one, `cut` holds how many tokens each prompt lost.
+    (With several processes, `lm_eval` repeats requests so that all have equally many; a prompt counts once.)
     """
 
     def __init__(
@@ -69,17 +70,17 @@ class TokenBatchedLM(HFLM):
         super().__init__(*args, batch_size=batch_size or "auto", max_length=max_length or UNLIMITED, **kwargs)
         self.tokens_at_once = tokens_at_once
         self.processes = processes
-        if processes.accelerator is not None:  # `lm_eval` sets this up only for models that it loads itself
+        if processes.accelerator is not None:  # `lm_eval` does this only for models that it loads itself
             self.accelerator = processes.accelerator
             self._rank, self._world_size = processes.rank, processes.count
         self.cut: dict[Any, int] = {}
         self._next, self._size, self._generating = 0, 1, False
 
     def _batch_scheduler(self, pos: int, n_reordered_requests: Any) -> int:
-        """The size of the batch that request `pos` is in; requests come from long to short."""
+        """The size of the batch that contains request `pos`; requests are sorted from long to short."""
         if pos == 0 or pos >= self._next:
             request = n_reordered_requests[pos]
-            if self._generating:  # a prompt needs no logits but its last token's, so that more of them fit
+            if self._generating:  # a prompt only needs the logits of its last token, so more prompts fit
                 length = min(len(self.tok_encode(request[0])), self.max_length)
                 size = min(GENERATED_TOKENS // max(length, 1), MOST_PROMPTS)
             else:
@@ -89,7 +90,7 @@ class TokenBatchedLM(HFLM):
         return self._size
 
     def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
-        """For windows of the maximum length; 0 leaves the batches of prompts to `_batch_scheduler`."""
+        """The batch size for windows of the maximum length; 0 lets `_batch_scheduler` size prompt batches."""
         return 0 if self._generating else max(1, self.tokens_at_once // self.max_length)
 
     def _length(self, request: Any) -> int:
@@ -99,9 +100,9 @@ class TokenBatchedLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Scores of continuations; a request that is longer than a batch is read in pieces."""
+        """Scores of continuations; a request longer than a batch is read in pieces."""
         for _, context, after in requests:
-            self._note_cut((*context, -1, *after), len(context) + len(after) - self.max_length - 1)
+            self._count_cut((*context, -1, *after), len(context) + len(after) - self.max_length - 1)
         long = [self._length(request) > self.tokens_at_once for request in requests]
         short = [request for request, is_long in zip(requests, long) if not is_long]
         scores = iter(super()._loglikelihood_tokens(short, disable_tqdm, override_bs) if short else [])
@@ -124,7 +125,7 @@ class TokenBatchedLM(HFLM):
         return total, greedy
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """A document longer than the maximum length is read in windows: it counts as cut, by no token."""
+        """A document longer than the maximum length is read in windows: it counts as cut by 0 tokens."""
         if self.max_length < UNLIMITED:
             texts = (request.args[0] for request in requests)
             self.cut |= {text: 0 for text in texts if len(self.tok_encode(text)) > self.max_length}
@@ -148,7 +149,7 @@ class TokenBatchedLM(HFLM):
         if left_truncate_len is None:
             return ids, mask
         for text, length in zip(strings, mask.sum(1).tolist()):
-            self._note_cut(text, length - left_truncate_len)
+            self._count_cut(text, length - left_truncate_len)
         return ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
 
     def _model_generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -156,13 +157,13 @@ class TokenBatchedLM(HFLM):
             kwargs["prefill_chunk_size"] = GENERATED_TOKENS
         return super()._model_generate(context, *args, **kwargs)
 
-    def _note_cut(self, prompt: Any, tokens: int) -> None:
+    def _count_cut(self, prompt: Any, tokens: int) -> None:
         if tokens > 0:
             self.cut[prompt] = tokens
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """How many tokens a model has positions for; None for a recurrent one, which has none to run out of."""
+    """How many positions a model has; None for a recurrent model, whose length is unlimited."""
     config = config.get_text_config()
     if set(getattr(config, "layer_types", None) or [""]) <= WITHOUT_POSITIONS:
         return None
@@ -179,7 +180,7 @@ def language_model(
     max_length: int | None = None,
     processes: Processes = ALONE,
 ) -> TokenBatchedLM:
-    """A model for `lm_eval`; without a batch size, batches are sized by their tokens."""
+    """Wrap a model for `lm_eval`; without a batch size, batches are sized by their tokens."""
     with _quiet():
         return TokenBatchedLM(
             model,
@@ -193,15 +194,15 @@ def language_model(
 
 
 def load_task(name: str, tokenizer: Any, window: int = WINDOW, data_dir: str | Path | None = None) -> Any:
-    """One of our tasks or of `lm_eval`'s, with its data."""
+    """Load a task of ours or of `lm_eval`, with its data."""
     root = Path(lm_eval.tasks.__file__).parent
     known = next((task for tasks in SUITES.values() for task in tasks if task.name == name), None)
     folders = [OWN_TASKS, *([root / known.folder] if known and known.folder else [])]
     metadata = {"tokenizer": tokenizer, "window": window, "data_dir": data_dir}
-    if known and known.length:  # these load the tokenizer themselves
+    if known and known.length:  # RULER's tasks load the tokenizer themselves
         metadata |= {"pretrained": tokenizer.name_or_path, "max_seq_lengths": [known.length]}
     original = known.original or name if known else name
-    # lm_eval defines thousands of tasks; reading those of one folder saves seconds.
+    # lm_eval defines thousands of tasks; reading only one folder saves seconds.
     manager = TaskManager(include_path=folders, include_defaults=known is None, metadata=metadata)
     if original not in manager.all_tasks:
         raise ValueError(f"{name} is not a task of lm_eval; `lm_eval ls tasks` lists them")
@@ -209,16 +210,16 @@ def load_task(name: str, tokenizer: Any, window: int = WINDOW, data_dir: str | P
     try:
         with _quiet(), mirrored(data_dir), haystacks(data_dir) if makes_haystacks else nullcontext():
             task = manager.load([original])["tasks"][original]
-            _leave_out_unanswered(task)
-    except WRONG_DATA as error:  # lm_eval prepares all documents, and tries a task on the first
-        raise ValueError(f"{name}: the data is not in the format of the task ({error!r})") from error
-    if name == "squad_completion":  # as of 0.4.13 its own 48 tokens and newline lose to lm_eval's defaults
+            _drop_unanswered(task)
+    except WRONG_DATA as error:  # lm_eval prepares all documents and tries the task on the first
+        raise ValueError(f"{name}: the data does not fit the task ({error!r})") from error
+    if name == "squad_completion":  # as of 0.4.13, lm_eval's defaults override its 48 tokens and newline
         task.set_config("generation_kwargs", {"until": ["\n"], "max_gen_toks": 48, "do_sample": False})
     return task
 
 
-def _leave_out_unanswered(task: Any) -> None:
-    """Recall looks for the answer in a text, and an empty one is in every text."""
+def _drop_unanswered(task: Any) -> None:
+    """Drop documents with an empty answer, which recall would find in every text."""
     task.unanswered = 0
     if "value" in task.features:
         data = task.dataset["validation"]
@@ -230,13 +231,13 @@ def _leave_out_unanswered(task: Any) -> None:
 def run_task(
     lm: TokenBatchedLM, task: Task, loaded: Any, limit: int | None, report: Report
 ) -> dict[str, Any]:
-    """The scores of a task by column, and what else a result file should say of it; in the first process."""
+    """The scores of a task by column and other facts for its result; empty except in the first process."""
     _check_room(lm, task.name, loaded)
     _check_documents(task.name, loaded, limit)
     random.seed(SEED)
     lm.cut.clear()
     with _quiet(), _reporting(report):
-        # Not simple_evaluate, which for every call lists the machine's packages and its repository's state.
+        # simple_evaluate would list the machine's packages and the repository's state on every call
         output = lm_eval.evaluate(
             lm, {"tasks": {loaded.task_name: loaded}}, limit=limit, bootstrap_iters=RESAMPLES
         )
@@ -264,7 +265,7 @@ def run_task(
 
 
 def prompt_texts(loaded: Any, limit: int | None = None) -> list[str]:
-    """What an evaluation gives a model to read: a prompt per document, without the choices that follow it."""
+    """The prompts of an evaluation, one per document, without the choices that follow them."""
     random.seed(SEED)
     with _quiet(), _reporting(lambda done, total: None):
         loaded.build_all_requests(limit=limit, rank=0, world_size=1)
@@ -272,33 +273,32 @@ def prompt_texts(loaded: Any, limit: int | None = None) -> list[str]:
 
 
 def _check_documents(name: str, loaded: Any, limit: int | None) -> None:
-    """Refuse documents with something else where a task wants text.
+    """Reject documents whose fields do not fit the task.
 
-    A template makes "None" of a missing text without a word.  Whether a task reads what is missing is found
-    out by putting something else there.
+    A template silently turns a missing text into "None".  To find out whether the task reads a missing field,
+    put something else there and see whether the prompt changes.
     """
     documents = loaded.eval_docs
     for i, document in enumerate(islice(documents, limit)):
         missing = {field: "?" for field, value in document.items() if value is None}
         try:
-            asked = _asked(loaded, document)
-            if missing and _asked(loaded, document | missing) != asked:
+            asked = _question(loaded, document)
+            if missing and _question(loaded, document | missing) != asked:
                 raise TypeError(f"{' or '.join(missing)} is missing")
         except (*WRONG_DATA, ValueError) as error:
             raise ValueError(
-                f"{name}: document {i} of {len(documents)} is not in the format of the task ({error}); "
-                f"mend or remove it"
+                f"{name}: document {i} of {len(documents)} does not fit the task ({error}); fix or remove it"
             ) from error
 
 
-def _asked(loaded: Any, document: dict[str, Any]) -> tuple[Any, ...]:
-    """What a task makes of a document: its prompt, its answer, the choices or the score of saying nothing."""
+def _question(loaded: Any, document: dict[str, Any]) -> tuple[Any, ...]:
+    """What a task asks about a document: prompt, answer, and the choices or the score of an empty answer."""
     text, target = loaded.doc_to_text(document), loaded.doc_to_target(document)
     if loaded.OUTPUT_TYPE == "generate_until":
         return text, target, loaded.process_results(document, [""])
     choices = loaded.doc_to_choice(document) if loaded.OUTPUT_TYPE == "multiple_choice" else []
     if wrong := [choice for choice in choices if not isinstance(choice, str)]:
-        raise TypeError(f"a choice is {wrong[0]!r:.60}")
+        raise TypeError(f"a choice is {wrong[0]!r:.60}, not text")
     return text, target, choices
 
 
@@ -307,12 +307,12 @@ def _check_room(lm: TokenBatchedLM, name: str, loaded: Any) -> None:
         count = (loaded.config.generation_kwargs or {}).get("max_gen_toks", lm.max_gen_toks)
         if count >= lm.max_length:
             raise ValueError(
-                f"{name} generates {count} tokens, and the model may see {lm.max_length}: raise --max-length"
+                f"{name} generates {count} tokens, but --max-length is {lm.max_length}: raise it"
             )
 
 
 def _score(metrics: dict[str, Any], samples: list[dict[str, Any]], metric: str) -> Score:
-    """A metric with its standard error, which `lm_eval` does not give for all."""
+    """A metric with its standard error, which `lm_eval` does not always provide."""
     name, _, filtered = metric.partition(",")
     error = metrics.get(f"{name}_stderr,{filtered}")
     if not isinstance(error, float):
@@ -326,7 +326,7 @@ def _score(metrics: dict[str, Any], samples: list[dict[str, Any]], metric: str) 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """`lm_eval` and what it calls without warnings, which come with every batch."""
+    """Silence the warnings of `lm_eval` and the libraries it calls, which would appear for every batch."""
     logger = logging.getLogger("lm_eval")
     level, verbosity = logger.level, transformers_logging.get_verbosity()
     logger.setLevel(logging.ERROR)
@@ -341,12 +341,12 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _reporting(report: Report) -> Iterator[None]:
-    """`lm_eval` without prints, its progress bars handed to `report`."""
+    """Silence the prints of `lm_eval` and send its progress to `report`."""
     bar = _bar(report)
     with ExitStack() as stack:
         for module in ("lm_eval.models.huggingface", "lm_eval.api.model", "lm_eval.api.task", "tqdm"):
             stack.enter_context(patch(f"{module}.tqdm", bar))
-        stack.enter_context(patch.dict(os.environ, DISABLE_MULTIPROC="1"))  # no pool for a second's work
+        stack.enter_context(patch.dict(os.environ, DISABLE_MULTIPROC="1"))  # no pool for one second of work
         stack.enter_context(redirect_stdout(io.StringIO()))
         yield
 

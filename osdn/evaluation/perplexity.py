@@ -1,9 +1,8 @@
 """Perplexity of documents and of long texts, for any causal model.
 
-Documents are packed into one row with their boundaries where the model takes those, and padded where it does
-not.  A long text is read piece by piece with the model's own cache: a recurrent model keeps its state and
-nothing else, so that memory does not grow with length (an attention model's cache does).  Only sums of losses
-are kept.
+Documents are packed into one row if the model accepts boundaries, and padded otherwise.  A long text is read
+in pieces with the model's own cache.  A recurrent model only keeps its state, so memory does not grow with
+the length of the text; the cache of an attention model does.  Only sums of losses are kept.
 """
 
 import math
@@ -24,11 +23,11 @@ from osdn.results.scores import Score
 from osdn.training.data import checked, tokenize
 
 IGNORED_LABEL = -100
-CONTEXT = 4096  # tokens of a document that are read in one piece, as in training
+CONTEXT = 4096  # longer documents are split, as in training
 LABELS = 10_000_000  # the paper's cap on FineWeb-Edu
-BLOCK = 20_480  # tokens of a book that are read in one piece
+BLOCK = 20_480  # tokens of a book that share one state
 SEGMENT = 1024  # tokens of a block that are read at once
-Report = Callable[[int, int], None]  # how much is done, of how much
+Report = Callable[[int, int], None]  # called with the amount done and the total
 
 
 def perplexity(losses: np.ndarray, labels: np.ndarray) -> Score:
@@ -46,7 +45,7 @@ def perplexity(losses: np.ndarray, labels: np.ndarray) -> Score:
 
 
 def document_losses(model: PreTrainedModel, documents: list[Tensor]) -> Tensor:
-    """The summed loss of each of some documents, given as their tokens [T_i], in one forward: [N] float64."""
+    """The summed loss of each document, given as tokens [T_i], in one forward pass: [N] float64."""
     lengths = torch.tensor([len(document) for document in documents], device=model.device)
     if isinstance(model, OSDNForCausalLM):
         row = torch.cat(documents)[None].to(model.device)  # [1, sum T_i]
@@ -78,22 +77,22 @@ def document_perplexity(
     context: int = CONTEXT,
     processes: Processes = ALONE,
 ) -> Score:
-    """Perplexity over documents in "text", cut and closed as in training, up to `max_labels` labels."""
+    """Perplexity of the documents in "text", split and terminated as in training, up to so many labels."""
     pieces = tokenize(data, tokenizer, context).with_format("torch")["input_ids"]
     share = processes.share(_up_to(max_labels, pieces))
-    losses: list[tuple[float, int]] = []  # and the number of labels
+    losses: list[tuple[float, int]] = []  # with the number of labels
     for batch in _batches(share, tokens_at_once, isinstance(model, OSDNForCausalLM)):
         losses += zip(document_losses(model, batch).tolist(), [len(piece) - 1 for piece in batch])
         if report:
             report(len(losses) * processes.count, len(pieces))
     losses = processes.gather(losses)
     if not losses:
-        raise ValueError("no document has two tokens, of which one could predict the other")
+        raise ValueError("no document has two tokens, so there is nothing to predict")
     return perplexity(*np.array(losses).T)
 
 
 def _up_to(max_labels: int, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Pieces of two tokens or more, the last one cut so that there are `max_labels` labels in all."""
+    """Pieces of at least two tokens; the last is truncated so that there are `max_labels` labels in total."""
     for piece in pieces:
         piece = piece[: max_labels + 1].long()
         if max_labels > 0 and len(piece) > 1:
@@ -102,7 +101,7 @@ def _up_to(max_labels: int, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _batches(pieces: Iterable[Tensor], tokens_at_once: int, packed: bool) -> Iterator[list[Tensor]]:
-    """Pieces in batches of at most `tokens_at_once` tokens, padding included unless they are packed."""
+    """Pieces in batches of at most `tokens_at_once` tokens, including padding unless they are packed."""
     batch: list[Tensor] = []
     for piece in pieces:
         lengths = [len(x) for x in (*batch, piece)]
@@ -118,9 +117,9 @@ def _batches(pieces: Iterable[Tensor], tokens_at_once: int, packed: bool) -> Ite
 def read_in_pieces(
     model: PreTrainedModel, ids: Tensor, segment: int = SEGMENT
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits of `ids` [B, T], `segment` tokens at a time, and the labels that they should predict.
+    """Yields the logits of `ids` [B, T], `segment` tokens at a time, and the labels that they should predict.
 
-    The cache carries the state from piece to piece: [B, ≤ segment, vocabulary] and [B, ≤ segment] each.
+    The shapes are [B, ≤ segment, vocabulary] and [B, ≤ segment]; a cache carries the state between pieces.
     """
     cache = None
     for start in range(0, ids.shape[1] - 1, segment):
@@ -132,13 +131,13 @@ def read_in_pieces(
 
 
 def stream(model: PreTrainedModel, ids: Tensor, segment: int = SEGMENT) -> Iterator[Tensor]:
-    """The losses of `ids` [B, T] given all that precedes, `segment` tokens at a time: [B, ≤ segment] each."""
+    """Yields the losses of `ids` [B, T] given all earlier tokens, `segment` at a time: [B, ≤ segment]."""
     for logits, labels in read_in_pieces(model, ids, segment):
         yield F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
 
 
 def blocks(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[Tensor]:
-    """Each text's whole blocks of `length` tokens, [n, length]; what is left at its end is not read."""
+    """The complete blocks of `length` tokens in each text, [n, length]; the rest of a text is not read."""
     for text in texts:
         ids = torch.tensor(tokenizer(checked(text), verbose=False).input_ids)
         yield ids[: len(ids) // length * length].reshape(-1, length)
@@ -154,13 +153,13 @@ def position_perplexity(
     block: int = BLOCK,
     processes: Processes = ALONE,
 ) -> dict[str, Score]:
-    """Perplexity by position over all blocks of `count` texts that have one.
+    """Perplexity of each tenth of a block and of the whole, over all blocks of `count` texts.
 
-    That of each tenth of a block, and of all of it.
+    Texts that are shorter than a block do not count.
     """
     size = block // len(BUCKETS)
     rows_at_once = max(1, tokens_at_once // SEGMENT)
-    found: list[np.ndarray] = []  # of each text the summed losses, [blocks, buckets]
+    found: list[np.ndarray] = []  # the summed losses of each text, [blocks, buckets]
     whole = (ids for ids in blocks(texts, tokenizer, block) if len(ids))
     for done, ids in enumerate(processes.share(islice(whole, count)), 1):
         found.append(np.concatenate([_bucket_sums(model, rows, size) for rows in ids.split(rows_at_once)]))
@@ -177,7 +176,7 @@ def position_perplexity(
 
 
 def _bucket_sums(model: PreTrainedModel, ids: Tensor, size: int) -> np.ndarray:
-    """Losses summed by the bucket that their label is in: [B, T / size]."""
+    """The sum of losses in each bucket, by the position of the label: [B, T / size]."""
     sums = torch.zeros(len(ids), ids.shape[1] // size, dtype=torch.float64)
     position = 1  # of the label
     for losses in stream(model, ids):

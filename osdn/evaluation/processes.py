@@ -1,4 +1,4 @@
-"""Several processes that evaluate together, as `accelerate launch -m osdn eval` starts them."""
+"""Evaluation with several processes, started by `accelerate launch -m osdn eval`."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among others: each takes a share of the documents, and the first keeps the results."""
+    """The processes of an evaluation: each takes a share of the documents, the first saves the results."""
 
-    accelerator: "Accelerator | None" = None  # None for a process on its own
+    accelerator: "Accelerator | None" = None  # None for a single process
 
     @classmethod
     def launched(cls) -> "Processes":
-        """Those that a launcher has started."""
+        """The processes that a launcher has started."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return ALONE
         from accelerate import Accelerator
@@ -42,15 +42,15 @@ class Processes:
         return self.rank == 0
 
     def device(self, name: str) -> str:
-        """The device of this process, where a name such as cuda leaves open which."""
+        """The device of this process; resolves "cuda" to this process's GPU."""
         return name if self.accelerator is None or name != "cuda" else str(self.accelerator.device)
 
     def share(self, items: Iterable[T]) -> Iterator[T]:
-        """Every n-th item, beginning with the process's rank."""
+        """Every n-th item, starting at this process's rank."""
         return islice(iter(items), self.rank, None, self.count)
 
     def gather(self, shares: list[T]) -> list[T]:
-        """In every process what all computed from their shares, in the order of the items."""
+        """Combine the results of all processes, in the order of the items; every process gets them."""
         if self.accelerator is None:
             return shares
         found: list[Any] = [None] * self.count

@@ -1,8 +1,8 @@
-"""Recall prompts that read their document twice, after "Just read twice" (Arora et al., arXiv:2407.05483).
+"""Recall prompts that contain their document twice, as in "Just read twice" (Arora et al., arXiv:2407.05483).
 
-The question comes first, then the document two times, then the question as a cue to complete.  Two readings
-must fit the context, so a document is first cut to a window of tokens around its answer.  The functions
-named after data sets make those of the task files in `tasks/`, for `lm_eval` and for `osdn diagnose` alike.
+The question comes first, then the document twice, then the question as a cue to complete.  Two readings must
+fit into the context, so a document is first truncated to a window of tokens around its answer.  The functions
+named after data sets create the data for the task files in `tasks/`, for both `lm_eval` and `osdn diagnose`.
 """
 
 from functools import partial
@@ -12,24 +12,24 @@ from typing import Any
 from osdn.evaluation.data import load_split
 from osdn.models.checkpoints import load_tokenizer
 
-WINDOW = 1000  # tokens of a reading
-ROOM = 50  # of which are kept free for what is asked and answered
-SUMMARY = "Summary of information above..."  # begins the tail that SWDE appends to its documents
+WINDOW = 1000  # tokens per reading
+ROOM = 50  # tokens of the window that are reserved for the question and the answer
+SUMMARY = "Summary of information above..."  # starts the tail that SWDE appends to its documents
 
 
 def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Whether the answer occurs in the continuation, in any case: `lm_eval`'s process_results.
+    """Whether the answer occurs in the continuation, ignoring case; the process_results of `lm_eval`.
 
-    An empty answer, which is in every text, is never found.
+    An empty answer, which every text contains, does not count.
     """
     answer = doc["value"].lower()
     return {"contains": float(answer != "" and answer in results[0].lower())}
 
 
 def cut(text: str, answer: str, tokenizer: Any, length: int) -> str:
-    """At most `length` tokens of a text in one piece, around the first place where the answer stands.
+    """A contiguous excerpt of at most `length` tokens around the first occurrence of the answer.
 
-    A text without the answer keeps its beginning.
+    Without an occurrence it is the beginning of the text.
     """
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     if len(offsets) <= length:
@@ -42,7 +42,7 @@ def cut(text: str, answer: str, tokenizer: Any, length: int) -> str:
 
 
 def without_cue(text: str, key: str) -> str:
-    """A document without the question at its end, closed by one full stop.
+    """A document without the question at its end, ending in one full stop.
 
     >>> without_cue("Device: pump. Maker: Acme\\nMaker:", "maker")
     'Device: pump. Maker: Acme.'
@@ -67,11 +67,11 @@ def read_twice(doc: dict[str, Any], tokenizer: Any, length: int) -> dict[str, An
 
 
 def read_twice_and_complete(doc: dict[str, Any], tokenizer: Any, length: int) -> dict[str, Any]:
-    """A prompt from a row of SQuAD completion: "context", "question", "text" that ends in a cue, "value"."""
+    """A prompt from a row of SQuAD completion: "context", "question", "text" ending in a cue, "value"."""
     value = doc["value"].strip()
     whole = doc["context"].partition("Question:")[0].strip()
     context = cut(whole, value, tokenizer, length)
-    # The text is the context and the cue: what is cut from the one is cut from the other.
+    # The text is the context plus the cue, so truncate the context there as well.
     text = doc["text"].strip().replace(whole, context)
     return {
         "prompt": f"{doc['question'].strip()} {context}\n{text}",
@@ -81,15 +81,17 @@ def read_twice_and_complete(doc: dict[str, Any], tokenizer: Any, length: int) ->
 
 
 def fast_tokenizer(task: str, place: Any, window: int) -> Any:
-    """The tokenizer that cuts documents: an object, or where to load one from (the model's own place)."""
+    """The tokenizer that truncates documents: given as an object, or as the name or path to load it from."""
     if place is None:
-        raise ValueError(f"{task} is cut by tokens: name a tokenizer, --metadata '{{\"tokenizer\": ...}}'")
+        raise ValueError(
+            f"{task} truncates documents by tokens: name a tokenizer, --metadata '{{\"tokenizer\": ...}}'"
+        )
     if isinstance(place, (str, Path)):
         place = load_tokenizer(place)
     if not place.is_fast:
-        raise ValueError(f"{task} is cut by tokens, for which the tokenizer must be a fast one")
+        raise ValueError(f"{task} truncates documents by tokens, which needs a fast tokenizer")
     if window <= ROOM:
-        raise ValueError(f"the window is {window} tokens; it must be more than {ROOM}, which are kept free")
+        raise ValueError(f"the window is {window} tokens; it must be more than {ROOM}, which are reserved")
     return place
 
 
@@ -103,7 +105,7 @@ def _twice(
     data_dir: str | Path | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """The data set of a task; the arguments are the metadata that `lm_eval` hands to every task."""
+    """The data set of a task; the keyword arguments are the metadata that `lm_eval` passes to every task."""
     place = fast_tokenizer(path, pretrained if tokenizer is None else tokenizer, window)
     data = load_split(path, "default", "validation", data_dir)
     arguments = {"tokenizer": place, "length": window - ROOM}
@@ -113,7 +115,7 @@ def _twice(
             rows.append(prompt(row, **arguments))
         except (AttributeError, TypeError) as error:
             raise ValueError(
-                f"{path}: document {i} has something else for text ({error}); mend it"
+                f"{path}: document {i} has a field that is not text ({error}); fix or remove it"
             ) from error
     return {"validation": type(data).from_list(rows)}
 

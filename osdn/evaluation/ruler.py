@@ -1,4 +1,4 @@
-"""What `lm_eval`'s needle tasks of RULER need to make their documents: essays and a sentence splitter."""
+"""What the RULER needle tasks of `lm_eval` need to create their documents: essays and a sentence splitter."""
 
 import random
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ PUNKT = "tokenizers/punkt_tab"  # nltk's sentence splitter
 
 @contextmanager
 def haystacks(data_dir: str | Path | None) -> Iterator[None]:
-    """Tasks that are loaded in this context make the same documents every time, from mirror or hub."""
+    """Within this context, tasks create the same documents every time, from the mirror or the hub."""
     if missing := [name for name in ("nltk", "wonderwords") if find_spec(name) is None]:
         raise ValueError(f'the suite ruler needs {" and ".join(missing)}: pip install "osdn[eval]"')
     import nltk
@@ -36,11 +36,11 @@ def haystacks(data_dir: str | Path | None) -> Iterator[None]:
     download = nltk.download if hub_answers() else lambda *args, **kwargs: False
     places = [*([str(Path(data_dir) / "nltk_data")] if data_dir else []), *nltk.data.path]
     with ExitStack() as stack:
-        stack.enter_context(patch.object(nltk, "download", download))  # which importing the tasks calls
+        stack.enter_context(patch.object(nltk, "download", download))  # called when the tasks are imported
         stack.enter_context(patch.object(nltk.data, "path", places))
         from lm_eval.tasks.ruler import prepare_niah
 
-        prepare_niah.get_haystack.cache_clear()  # it may be another mirror's
+        prepare_niah.get_haystack.cache_clear()  # it may come from another mirror
         stack.enter_context(patch.object(prepare_niah, "tqdm", lambda items, **_: items))
         stack.enter_context(patch.object(datasets, "load_dataset", essays))
         random.seed(SEED)

@@ -1,8 +1,7 @@
-"""Suites on a checkpoint, one result file per suite, written anew after every task.
+"""Runs suites on a checkpoint; each suite has one result file, which is rewritten after every task.
 
-A file says what was measured: the model's identity, and for each task its protocol and its data.  A task in
-it counts as done if weights, protocol and data are the same, so a run that was interrupted continues with the
-task it was in.
+A file records the model's identity, and for each task the protocol and the data.  A task in it counts as done
+if weights, protocol and data are the same, so an interrupted run continues with the task it was in.
 """
 
 import json
@@ -21,7 +20,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from osdn.evaluation import harness
-from osdn.evaluation.data import MissingDataError, bars, load_split
+from osdn.evaluation.data import MissingDataError, dataset_progress, load_split
 from osdn.evaluation.perplexity import BLOCK, CONTEXT, Report, document_perplexity, position_perplexity
 from osdn.evaluation.processes import Processes
 from osdn.evaluation.recall import ROOM, WINDOW
@@ -32,36 +31,39 @@ from osdn.results.scores import Score, derive
 from osdn.results.store import digest, now, save_json
 from osdn.training.data import checked, load_source
 
-FINEWEB_DOCUMENTS = 10_000  # the last of sample-10BT, as the paper's train[-10000:]
-MOST_TOKENS = 4096  # scored at once on a CPU: more is no faster, and its logits take half a gigabyte
+FINEWEB_DOCUMENTS = 10_000  # the last ones of sample-10BT, like the paper's train[-10000:]
+MOST_TOKENS = 4096  # scored at once on a CPU: more is no faster, and these logits take half a gigabyte
 OTHERWISE = "name another folder with --output, or replace them with --overwrite"
 
 
 @dataclass(frozen=True)
-class Settings:
+class EvaluationSettings:
     """What a user can choose."""
 
     checkpoint: str
     data_dir: Path | None = None
     window: int = WINDOW
-    books: str | None = None  # texts for pg19 in place of PG-19's
+    books: str | None = None  # texts to use instead of PG-19
     limit: int | None = None
     batch_size: int | None = None
     max_length: int | None = None
     device: str = "cpu"
-    dtype: str | None = None  # as `load_model` takes it
-    quantize: str | None = None  # so, too
-    name: str | None = None  # of the model, in place of its own
+    dtype: str | None = None  # passed to `load_model`
+    quantize: str | None = None  # passed to `load_model`
+    name: str | None = None  # replaces the model's own name
 
     def check(self) -> None:
         if self.window <= ROOM:
             raise ValueError(
-                f"the window is {self.window} tokens; {ROOM} of them are kept free: ask for more"
+                f"the window is {self.window} tokens; it must be more than {ROOM}, which are reserved"
             )
 
 
+Settings = EvaluationSettings  # the name that osdn.cli.evaluation imports
+
+
 class Observer(Protocol):
-    """Whoever shows progress."""
+    """Shows progress."""
 
     def begin(self, suite: str, task: str) -> None: ...
     def report(self, done: int, total: int) -> None: ...
@@ -71,13 +73,13 @@ class Observer(Protocol):
 @dataclass
 class Outcome:
     files: dict[str, Path] = field(default_factory=dict)  # by suite
-    missing: dict[str, str] = field(default_factory=dict)  # why, by task
+    missing: dict[str, str] = field(default_factory=dict)  # task -> reason
 
 
 class Evaluation:
     """A loaded checkpoint and the folder of its results."""
 
-    def __init__(self, settings: Settings, output: Path | None, overwrite: bool = False) -> None:
+    def __init__(self, settings: EvaluationSettings, output: Path | None, overwrite: bool = False) -> None:
         settings.check()
         self.settings, self.processes = settings, Processes.launched()
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(settings.checkpoint)
@@ -91,7 +93,7 @@ class Evaluation:
         self.max_length = settings.max_length or harness.position_limit(self.model.config)
         self._last: tuple[str, Any] | None = None
         self.done = self._finished(overwrite)
-        self.again = set(self.done) if overwrite else set()  # to be measured anew, if they can be
+        self.again = set(self.done) if overwrite else set()  # to be measured again if possible
         self.tokens_at_once = tokens_at_once(self.model)
         self.lm = harness.language_model(
             self.model,
@@ -101,11 +103,11 @@ class Evaluation:
             self.max_length,
             self.processes,
         )
-        self.processes.wait()  # for all to have read what is finished
+        self.processes.wait()  # until all have read the finished results
 
     def run(self, suites: list[str], observer: Observer) -> Outcome:
-        """Every task of the suites; what cannot be had is noted and left out."""
-        self._refuse_other_settings(suites)
+        """Run every task of the suites; tasks without data are skipped and reported."""
+        self._reject_other_settings(suites)
         outcome = Outcome()
         for suite in select(suites):
             missing: dict[str, str] = {}
@@ -113,7 +115,7 @@ class Evaluation:
                 observer.begin(suite, task.name)
                 try:
                     if task.name not in self.done or task.name in self.again:
-                        with bars(False):
+                        with dataset_progress(False):
                             self.done[task.name] = self._entry(task, observer.report)
                         self.again.discard(task.name)
                 except MissingDataError as error:
@@ -125,7 +127,7 @@ class Evaluation:
         return outcome
 
     def _protocol(self, task: Task) -> dict[str, Any]:
-        """How a task is measured, as far as its numbers depend on it."""
+        """The settings that affect the numbers of a task."""
         small = f", {self.settings.quantize} weights" if self.settings.quantize else ""
         protocol = {
             "limit": self.settings.limit,
@@ -143,7 +145,7 @@ class Evaluation:
         return protocol
 
     def _documents(self, task: Task) -> Dataset:
-        """The rows that a task evaluates, as they are in the data set."""
+        """The rows that a task evaluates, unmodified."""
         limit, books = self.settings.limit, self.settings.books
         if task.makes_its_data:
             rows = Dataset.from_list(list(self._loaded(task).eval_docs))
@@ -163,14 +165,14 @@ class Evaluation:
         return len(self.tokenizer(checked(text), verbose=False).input_ids) >= BLOCK
 
     def _data(self, task: Task, rows: Dataset) -> dict[str, Any]:
-        """What a result says of its data."""
+        """The data of a task as it is recorded in a result."""
         source, split = task.source, task.split
         if task.name == PG19 and self.settings.books is not None:
             source, split = self.settings.books, "train"
         return {"source": source, "split": split, "documents": len(rows), "digest": digest(rows)}
 
-    def _refuse_other_settings(self, suites: list[str]) -> None:
-        """Results that took hours are not replaced because an option or the data differ."""
+    def _reject_other_settings(self, suites: list[str]) -> None:
+        """Do not overwrite results that took hours just because an option or the data changed."""
         for task in tasks_of(suites):
             if task.name in self.done and task.name not in self.again:
                 different = self._differences(task, self.done[task.name])
@@ -188,16 +190,16 @@ class Evaluation:
         if different:
             return different
         try:
-            with bars(False):
+            with dataset_progress(False):
                 data = self._data(task, self._documents(task))
-        except MissingDataError:  # what was measured stays, though it could not be measured now
+        except MissingDataError:  # keep results whose data is no longer available
             return []
         if data["digest"] == before["data"]["digest"]:
             return []
-        return [f"data {_said(before['data'])}, now {_said(data)}"]
+        return [f"data {_in_words(before['data'])}, now {_in_words(data)}"]
 
     def _entry(self, task: Task, report: Report) -> dict[str, Any]:
-        """Measures a task: what the result file says of it."""
+        """Measure a task and return its entry for the result file."""
         start = time.perf_counter()
         rows = self._documents(task)
         measured = self._measure(task, rows, report)
@@ -237,13 +239,13 @@ class Evaluation:
                     report,
                     processes=self.processes,
                 )
-            except IndexError as error:  # of an embedding of positions
+            except IndexError as error:  # raised by a position embedding
                 raise MissingDataError("the model has too few positions for a block") from error
             return {"scores": scores, "documents": len(rows)}
         return harness.run_task(self.lm, task, self._loaded(task), settings.limit, report)
 
     def _loaded(self, task: Task) -> Any:
-        """A task of `lm_eval` with its data; the last one is kept, since it may be slow to make."""
+        """A task of `lm_eval` with its data; the last one is cached, since it may be slow to create."""
         if self._last is None or self._last[0] != task.name:
             loaded = harness.load_task(
                 task.name, self.tokenizer, self.settings.window, self.settings.data_dir
@@ -252,7 +254,7 @@ class Evaluation:
         return self._last[1]
 
     def _save(self, suite: str, missing: dict[str, str]) -> Path:
-        """Writes what is done of a suite, in this run or before."""
+        """Write the finished tasks of a suite, from this run and earlier ones."""
         entries = {task.name: self.done[task.name] for task in SUITES[suite] if task.name in self.done}
         scores = {
             column: Score(value, part["errors"].get(column))
@@ -276,9 +278,9 @@ class Evaluation:
         return save_json(self.folder / f"{suite}.json", content)
 
     def _finished(self, overwrite: bool) -> dict[str, Any]:
-        """The tasks in the folder's files; a folder of other weights is refused.
+        """The finished tasks in the folder's files; a folder with results of other weights is rejected.
 
-        With `overwrite`, those that this evaluation could have measured itself.
+        With `overwrite`, only those with the protocol of this evaluation.
         """
         tasks: dict[str, Any] = {}
         for path in sorted(self.folder.glob("*.json")):
@@ -291,14 +293,14 @@ class Evaluation:
                     _check_entry(entry)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
-                    f"{path} cannot be read ({error!r}); remove it or choose another folder"
+                    f"{path} cannot be read ({error!r}); remove it or choose another folder with --output"
                 ) from error
             if self._is_ours(content):
                 tasks |= entries
             elif not overwrite:
                 raise ValueError(
-                    f"{self.folder} holds results of {checkpoint} with weights {content.get('weights')}, and "
-                    f"those of {self.settings.checkpoint} are {self.identity.weights}; {OTHERWISE}"
+                    f"{self.folder} holds results of {checkpoint} with weights {content.get('weights')}, but "
+                    f"the weights of {self.settings.checkpoint} are {self.identity.weights}; {OTHERWISE}"
                 )
         if overwrite:
             known = {task.name: task for tasks in SUITES.values() for task in tasks}
@@ -310,14 +312,14 @@ class Evaluation:
         return tasks
 
     def _is_ours(self, content: dict[str, Any]) -> bool:
-        """Whether results are of these weights; the path tells for weights that have no digest."""
+        """Whether results are for these weights; weights without a digest are compared by path."""
         if self.identity.weights is None:
             return bool(content["checkpoint"] == self.identity.checkpoint)
         return bool(content.get("weights") == self.identity.weights)
 
 
 def _check_entry(entry: dict[str, Any]) -> None:
-    """Raise an error unless an entry of a result file has what this module reads of it."""
+    """Raise an error unless an entry of a result file has everything that this module reads."""
     dict(entry["protocol"])
     str(entry["data"]["digest"])
     for part in (entry["results"], entry["errors"]):
@@ -326,9 +328,9 @@ def _check_entry(entry: dict[str, Any]) -> None:
 
 
 def tokens_at_once(model: PreTrainedModel) -> int:
-    """How many tokens to score at once: a quarter of the free memory may go to their logits.
+    """How many tokens to score at once, so that their logits take at most a quarter of the free memory.
 
-    `lm_eval` holds a token's logits, their logarithmic softmax and a copy: three times the vocabulary.
+    For each token, `lm_eval` holds the logits, their log-softmax and a copy: three times the vocabulary.
     """
     if model.device.type == "cuda":
         free, most = torch.cuda.mem_get_info(model.device)[0], sys.maxsize
@@ -338,9 +340,9 @@ def tokens_at_once(model: PreTrainedModel) -> int:
 
 
 def tasks_of(suites: list[str]) -> Iterator[Task]:
-    """The tasks of some suites, one that two of them share once each."""
+    """The tasks of some suites; a task that two suites share appears twice."""
     return chain.from_iterable(SUITES[suite] for suite in select(suites))
 
 
-def _said(data: dict[str, Any]) -> str:
+def _in_words(data: dict[str, Any]) -> str:
     return f"{data['documents']} documents of {data['source']}, digest {data['digest']}"

@@ -1,6 +1,7 @@
-"""What each suite runs: tasks of `lm_eval`, three of our own beside them, and two measures it lacks.
+"""The suites and their tasks: those of `lm_eval`, our own recall tasks, and two measures that it lacks.
 
-A task fills one column of the paper's tables or two; a column's metric is named as in `lm_eval`'s results.
+A task fills one or two columns of the paper's tables; a column's metric is named as in the results of
+`lm_eval`.
 """
 
 from dataclasses import dataclass
@@ -9,29 +10,29 @@ from osdn.results.scores import CODE, CODE_TWICE, LONGBENCH, NEEDLES, RULER_LENG
 
 ACCURACY, NORMALISED, EXACT = "acc,none", "acc_norm,none", "exact_match,remove_whitespace"
 CONTAINS = "contains,none"
-INSTALLED = "installed"  # Python's sources on this machine, in place of a data set
+INSTALLED = "installed"  # Python's sources on this machine instead of a data set
 FINEWEB_EDU, PG19 = "fineweb_edu", "pg19"  # the measures that are not tasks of lm_eval
 
 
 @dataclass(frozen=True)
 class Task:
     name: str
-    columns: dict[str, str]  # the metric of each
-    data: str  # on the hub
+    columns: dict[str, str]  # column -> metric
+    data: str  # the data set on the hub
     config: str | None = None
     split: str = "validation"
-    folder: str | None = None  # of lm_eval's own definition
-    original: str | None = None  # its name there, if it is another
-    length: int | None = None  # of the prompts in tokens, where RULER makes them
+    folder: str | None = None  # of the definition in lm_eval
+    original: str | None = None  # the name in lm_eval, if it differs
+    length: int | None = None  # tokens per prompt, for RULER
 
     @property
     def makes_its_data(self) -> bool:
-        """Whether the documents are made when the task is loaded."""
+        """Whether the documents are created when the task is loaded."""
         return self.length is not None or self.data == INSTALLED
 
     @property
     def source(self) -> str:
-        """The data set as people write it."""
+        """The data set and its configuration, for people to read."""
         return self.data if self.config in (None, "default") else f"{self.data} {self.config}"
 
     @property
@@ -85,7 +86,7 @@ SUITES: dict[str, tuple[Task, ...]] = {
         _choice("social_iqa", ACCURACY, "lighteval/siqa", None, "validation", "siqa"),
         _choice("boolq", ACCURACY, "aps/super_glue", "boolq", "validation", "super_glue/boolq"),
         LAMBADA,
-        # Not of the paper; its average does not count them.
+        # Not in the paper, and not in its average.
         _choice("sciq", ACCURACY, "allenai/sciq", None, "test", "sciq"),
         _choice("openbookqa", NORMALISED, "allenai/openbookqa", "main", "test", "openbookqa"),
     ),
@@ -123,11 +124,11 @@ SUITES: dict[str, tuple[Task, ...]] = {
         Task(name, {name: CONTAINS}, INSTALLED) for name in (*CODE, *CODE_TWICE, "code_alone")
     ),
 }
-EXTRA = ("ruler", "code_recall")  # not of the paper
+EXTRA = ("ruler", "code_recall")  # not in the paper
 
 
 def select(names: list[str]) -> list[str]:
-    """The suites by name, each once and in their order; "all" is every one of the paper."""
+    """The named suites, each once and in order; "all" means every suite of the paper."""
     if unknown := [name for name in names if name not in SUITES and name != "all"]:
-        raise ValueError(f"there is no suite {', '.join(unknown)}; there are {', '.join(SUITES)} and all")
+        raise ValueError(f"there is no suite {', '.join(unknown)}; choose from {', '.join(SUITES)} and all")
     return [suite for suite in SUITES if suite in names or ("all" in names and suite not in EXTRA)]

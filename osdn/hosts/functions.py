@@ -1,12 +1,12 @@
-"""What stands in for the functions that delta-rule layers of `transformers` call.
+"""Replacements for the functions that delta-rule layers of `transformers` call.
 
-Each of these takes the original function and returns its replacement.  A replacement serves tensors on a CPU
-and hands every other call to the original.
+Each function here takes the original and returns its replacement.  A replacement handles tensors on a CPU and
+passes every other call to the original.
 
-The layers know of packed sequences in three ways: `cu_seqlens`, `seq_idx`, and position ids that start again.
-The last never reach a layer's recurrence.  But they reach the function that makes the layers' mask, and the
-first thing a layer does is to hand its mask to `apply_mask_to_padding_states`.  So the boundaries travel with
-the mask, and the calls of that layer, in its thread, find them in `current`.
+Layers learn about packed sequences in three ways: `cu_seqlens`, `seq_idx`, and position ids that restart.
+Position ids never reach a layer's recurrence, but they reach the function that creates the layers' mask, and
+every layer first passes its mask to `apply_mask_to_padding_states`.  So the boundaries travel with the mask,
+and later calls by that layer, in the same thread, find them in `current`.
 """
 
 import threading
@@ -26,14 +26,14 @@ from osdn.ops.cpu.gated_norm import gated_rms_norm
 from osdn.ops.cpu.normalization import widened
 
 Function = Callable[..., Any]
-ACTIVATIONS = (None, "silu", "swish")  # that the convolution's kernel knows
-GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # that the norm's kernel knows
+ACTIVATIONS = (None, "silu", "swish")  # supported by the convolution kernel
+GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # supported by the norm kernel
 
 
 class Current(threading.local):
-    """Of the layer that this thread is in."""
+    """State of the layer that is running in this thread."""
 
-    cu_seqlens: Tensor | None = None  # where position ids start again
+    cu_seqlens: Tensor | None = None  # where position ids restart
     scaling: Scaling | None = None  # if it has a preconditioner
 
 
@@ -49,12 +49,12 @@ def recurrence(original: Function) -> Function:
         if scaling is None and (args or not on_cpu(query, key, value, *kwargs.values())):
             return original(query, key, value, *args, **kwargs)
         B, T = query.shape[:2]
-        cu_seqlens, current.cu_seqlens = _boundaries(kwargs), None  # the layer has no further use for it
+        cu_seqlens, current.cu_seqlens = _boundaries(kwargs), None  # the layer does not need it again
         unit = bool(kwargs.get("use_qk_l2norm_in_kernel"))
         wide = [prepared(query, unit), prepared(key, unit), prepared(value, False)]
         tensors = [*wide, kwargs["beta"], kwargs["g"]]
         if cu_seqlens is not None and B > 1:  # rows of several sequences each: one row of them all
-            tensors = [x.flatten(0, 1)[None] for x in tensors]
+            tensors = [x.flatten(0, 1)[None] for x in tensors]  # [1, B * T, ...]
         q, k, v, beta, log_decay = tensors
         shared: dict[str, Any] = {
             "log_decay": log_decay,
@@ -98,7 +98,7 @@ def convolution(original: Function) -> Function:
 
 
 def convolution_update(original: Function) -> Function:
-    """The same for one more token, `[B, D, 1]`; moves `conv_state` on in place."""
+    """The short convolution for one more token, `[B, D, 1]`; updates `conv_state` in place."""
 
     @wraps(original)
     def replacement(
@@ -152,7 +152,7 @@ def recurrent_mask(original: Function) -> Function:
 
 
 def padding(original: Function) -> Function:
-    """What every layer calls first, with its mask."""
+    """The function that every layer calls first, with its mask."""
 
     @wraps(original)
     def replacement(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -160,14 +160,14 @@ def padding(original: Function) -> Function:
             return original(hidden_states, attention_mask)
         current.cu_seqlens = getattr(attention_mask, "osdn_cu_seqlens", None)
         if current.cu_seqlens is not None:
-            return hidden_states  # nothing is padding
+            return hidden_states  # there is no padding
         return original(hidden_states, attention_mask)
 
     return replacement
 
 
 def gated_norm(original: Function) -> Function:
-    """The forward of the module that normalises and gates what the recurrence returns."""
+    """The forward of the module that normalises and gates the outputs of the recurrence."""
 
     @wraps(original)
     def replacement(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -189,7 +189,7 @@ def gated_norm(original: Function) -> Function:
 
 
 def forget_gate(original: Function) -> Function:
-    """The forward of the module that makes the decay of every key channel from a layer's input."""
+    """The forward of the module that computes the decay of every key channel from a layer's input."""
 
     @wraps(original)
     def replacement(self: Any, hidden_states: Tensor) -> Tensor:
@@ -216,20 +216,20 @@ def channel_decay(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound
 
 
 def prepared(x: Tensor, unit: bool) -> Tensor:
-    """Queries, keys or values `[B, T, H, K]` in float32 at least, of unit length if wanted."""
+    """Queries, keys or values `[B, T, H, K]` in at least float32, optionally of unit length."""
     if usable(x):
         return widened(x, unit)
     return l2_normalize(widen(x)) if unit else widen(x)
 
 
 def on_cpu(*arguments: Any) -> bool:
-    """Whether all tensors lie on a CPU, and nobody needs to see through the function."""
+    """Whether all tensors are on a CPU and no function transform is tracing the call."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     return all(x.device.type == "cpu" for x in tensors) and not watched.by_transforms()
 
 
 def _boundaries(kwargs: dict[str, Any]) -> Tensor | None:
-    """Where packed sequences begin and end in the row of all tokens, `[N + 1]`; None without packing."""
+    """The boundaries of packed sequences in the row of all tokens, `[N + 1]`; None without packing."""
     for name in ("cu_seqlens", "cu_seq_lens_q"):
         if kwargs.get(name) is not None:
             return kwargs[name]
@@ -239,6 +239,6 @@ def _boundaries(kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def _from_starts(starts: Tensor) -> Tensor:
-    """From a flag for every token of `[B, T]` but the first of a row, which is always a start."""
+    """Boundaries from flags `[B, T - 1]` for all tokens but the first of each row, always a start."""
     starts = torch.nn.functional.pad(starts, (1, 0), value=True).flatten()
     return torch.cat([starts.nonzero()[:, 0], torch.tensor([len(starts)])])

@@ -1,9 +1,9 @@
-"""Our recurrences in the mapping of the package `kernels`, for models that ask for kernels.
+"""Our recurrences in the mapping of the package `kernels`, for models that request kernels.
 
-Where `kernels` is installed, the functions that layers call are modules without parameters.  A model that
-asks for kernels (`use_kernels=True`) has their forward exchanged for what the mapping says, and for CPUs that
-is ours.  A forward that was exchanged is respected, whoever made it; until then our replacement is called by
-name.  The convolutions are not in the mapping, because other families look for them under the same names.
+If `kernels` is installed, the functions that layers call are modules without parameters.  If a model requests
+kernels (`use_kernels=True`), their forward is replaced by the mapping's entry, which for CPUs is ours.  A
+forward that has been replaced is respected, whoever did it; otherwise our replacement is called by name.  The
+convolutions are not in the mapping, because other families look them up under the same names.
 """
 
 import inspect
@@ -15,11 +15,11 @@ from torch import nn
 
 from osdn.hosts.functions import Function
 
-active = False  # whether our layers compute, or leave it to the originals
+active = False  # whether our layers compute or call the originals
 
 
 class Repository:
-    """Where `kernels` loads a layer from: it wants an object with `load`."""
+    """Where `kernels` loads a layer from: it expects an object with `load`."""
 
     def __init__(self, layer: type[nn.Module]) -> None:
         self.layer = layer
@@ -29,7 +29,7 @@ class Repository:
 
 
 def route(original: Any, make: Function, listed: bool) -> Function:
-    """The replacement of `original`; if that is a module of `kernels`, `listed` puts it into the mapping."""
+    """The replacement of `original`; with `listed`, a module of `kernels` is also added to the mapping."""
     ours = make(original)
     if not hasattr(original, "kernel_layer_name"):
         return ours
@@ -38,7 +38,7 @@ def route(original: Any, make: Function, listed: bool) -> Function:
 
     @wraps(ours)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        exchanged = vars(original).get("forward")  # by `kernels`, which may put the same one back
+        exchanged = vars(original).get("forward")  # set by `kernels`, possibly to the original one
         if exchanged is not None and exchanged.__func__ is not type(original).forward:
             return original(*args, **kwargs)
         return ours(*args, **kwargs)
@@ -47,7 +47,7 @@ def route(original: Any, make: Function, listed: bool) -> Function:
 
 
 def follow(owner: Any) -> None:
-    """Have modules of a model that asks for kernels call the forward of their class, which we replace."""
+    """Make modules of a model that requests kernels call the forward of their class, which we replace."""
     if not hasattr(owner, "kernel_layer_name"):
         return
 
@@ -58,12 +58,12 @@ def follow(owner: Any) -> None:
 
 
 def _register(name: str, layer: type[nn.Module]) -> None:
-    kernels = sys.modules["kernels"]  # which made what we replace
+    kernels = sys.modules["kernels"]  # imported, since it created the module we replace
     kernels.register_kernel_mapping({name: {"cpu": Repository(layer)}})
 
 
 def _layer(original: nn.Module, make: Function) -> type[nn.Module]:
-    """`kernels` wants a class without a constructor or attributes, and exactly the original's parameters."""
+    """A layer as `kernels` requires it: no constructor, no attributes, and the original's parameters."""
 
     @cache
     def ours(module: nn.Module) -> Function:

@@ -1,10 +1,10 @@
 """`osdn.accelerate()`: puts our operators under the names that delta-rule layers of `transformers` call.
 
-A layer's forward looks these names up in its own module each time it runs, and the forwards of its norm and
-its forget gate in their classes.  So models that were built earlier follow, and `undo` is to put the
-originals back.  A family that is imported later is reached as its import ends, by an import hook that knows
-eight names and that of flash-linear-attention, which has a registry (`registry.py`); nothing is imported for
-its own sake.
+Each time it runs, a layer's forward looks these names up in its module, and the forwards of its norm and its
+forget gate in their classes. So models that already exist are accelerated too, and `undo` only has to restore
+the originals. For families that are imported later, an import hook replaces the names when the import ends.
+It knows the eight families and flash-linear-attention, which has a registry (`registry.py`). Nothing is
+imported that the user does not import.
 """
 
 import importlib
@@ -43,9 +43,9 @@ REPLACEMENTS = {
 FORWARDS = {
     "RMSNormGated": functions.gated_norm,
     "ForgetGate": functions.forget_gate,
-}  # by a class's last name
+}  # by the end of the class's name
 
-replacing = threading.RLock()  # held while names in modules of `transformers` change
+replacing = threading.RLock()  # held while names in modules of `transformers` are changed
 _originals: dict[tuple[ModuleType | type, str], Any] = {}  # by module or class, and name
 
 
@@ -55,21 +55,21 @@ def accelerate(
     preconditioner: Settings | Mapping[str, Any] | None = None,
     undo: bool = False,
 ) -> list[str]:
-    """Run the delta-rule models of `transformers` on our CPU kernels, or put the originals back.
+    """Run the delta-rule models of `transformers` on our CPU kernels, or restore the originals.
 
-    Models that exist already and models that are loaded later are both served, and so are the layers of
-    flash-linear-attention if it is there.  Tensors on other devices take the original functions.  Calling it
-    again changes nothing.
+    This covers models that already exist, models that are loaded later, and the layers of
+    flash-linear-attention if it is installed.  Tensors on other devices use the original functions.  Calling
+    it again changes nothing.
 
     Args:
-        model: a loaded model, to switch a preconditioner on or off in it.
+        model: a loaded model in which to switch a preconditioner on or off.
         preconditioner: settings of online scaling, or of Newton's method (`{"rule": "newton"}`), for every
             delta-rule layer of `model`, on any device.
-        undo: restore every function that was replaced; with `model`, only switch its preconditioner off.
+        undo: restore every replaced function; with `model`, only switch off its preconditioner.
 
     Returns:
-        The families reached among those imported so far, and "fla" if it is one; with `undo`, those that were
-        restored.
+        The accelerated families among those imported so far, including "fla" if it is one of them; with
+        `undo`, those that were restored.
 
     >>> from transformers import Qwen3NextForCausalLM
     >>> "qwen3_next" in accelerate()
@@ -80,18 +80,19 @@ def accelerate(
     checks.flag("undo", undo)
     if preconditioner is not None and (model is None or undo):
         raise ValueError(
-            "preconditioner goes with a model, and not with undo: accelerate(model, preconditioner=...)"
+            "preconditioner needs a model and cannot be combined with undo: "
+            "call accelerate(model, preconditioner=...)"
         )
     layers = [] if model is None else _delta_rule_layers(model)
     if model is not None and not layers:
         raise ValueError(
             f"{type(model).__name__} has no delta-rule layer of {', '.join(FAMILIES)}; models of osdn are "
-            "fast already, and have a preconditioner in their configuration"
+            "already fast, and their preconditioner is part of the configuration"
         )
     config = None if preconditioner is None else configure(preconditioner)
     for name in (*MODULES, registry.PACKAGE):
         if name in sys.modules:
-            importlib.import_module(name)  # waits for an import under way in another thread
+            importlib.import_module(name)  # waits for an import that is in progress in another thread
     with replacing:
         if config is not None or undo:
             switch(layers, config, functions.current)
@@ -150,7 +151,7 @@ def _families() -> list[str]:
 
 
 class _LaterImports:
-    """Finds the families as Python does, and replaces their functions when they have been imported."""
+    """Finds the families like Python's own finder, and replaces their functions after the import."""
 
     @staticmethod
     def find_spec(

@@ -1,12 +1,11 @@
 """Our kernels in the registry of flash-linear-attention, for tensors on a CPU, where its own cannot run.
 
-Its registry asks each backend in turn whether it takes a call.  Ours takes those whose tensors all lie on a
-CPU: the gated delta rule and Kimi Delta Attention with everything that their layers call around them, the
-short convolution and the gated norm.  A registration cannot be taken back, but a backend can say that it is
-disabled.
+The registry asks each backend in turn whether it handles a call.  Ours handles calls whose tensors are all on
+a CPU: the gated delta rule, Kimi Delta Attention, and what their layers call around them, such as the short
+convolution and the gated norm.  A backend cannot be unregistered, but it can report that it is disabled.
 
-One function on the way of single tokens is not in the registry: `fused_recurrent_gated_delta_rule_fwd`, whose
-name is replaced like those in `transformers`.
+One function for single tokens is not in the registry: `fused_recurrent_gated_delta_rule_fwd`.  Its name is
+replaced like those in `transformers`.
 """
 
 import inspect
@@ -27,18 +26,18 @@ from osdn.ops.cpu.gated_norm import gated_rms_norm
 
 PACKAGE = "fla"
 RECURRENT = "fla.ops.gated_delta_rule.fused_recurrent"  # where the function without a registry is
-# what we have no kernel for: several devices, several results, states in a pool
+# arguments that our kernels do not support: several devices, several results, states in a pool
 BEYOND = (
     *("cp_context", "return_intermediate_states", "transpose_state_layout", "gv"),
     *("ssm_state_indices", "num_accepted_tokens", "dresidual", "has_residual"),
 )
 
-enabled = False  # whether the registered backend takes calls
-_registered: ModuleType | None = None  # the `fla.backends` that knows us
+enabled = False  # whether the registered backend handles calls
+_registered: ModuleType | None = None  # the `fla.backends` in which we are registered
 
 
 def enable() -> bool:
-    """Take calls of flash-linear-attention, if it has been imported and has a registry; whether it does."""
+    """Handle calls of flash-linear-attention if it is imported and has a registry; return whether it does."""
     global enabled, _registered
     backends = sys.modules.get("fla.backends")
     if not hasattr(backends, "register") or any(x not in sys.modules for x, _ in IMPLEMENTATIONS.values()):
@@ -51,25 +50,25 @@ def enable() -> bool:
 
 
 def disable() -> None:
-    """Leave all calls to others again."""
+    """Stop handling calls."""
     global enabled
     enabled = False
 
 
 def _register(backends: Any) -> None:
     class Backend(backends.BaseBackend):
-        """Serves what it has a method for, by the name of the function that is called."""
+        """Handles the functions that it has a method for, by name."""
 
         backend_type = "osdn"
-        priority = -1  # others do not look where the tensors lie
+        priority = -1  # come first: other backends do not check the device of the tensors
 
         def is_enabled(self) -> bool:
             return enabled
 
         def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
             if not hasattr(self, function_name):
-                return False, "osdn does not have it"
-            return _takes([*args, *kwargs.values()], kwargs), "osdn takes plain calls on a CPU"
+                return False, "osdn does not implement it"
+            return _handles([*args, *kwargs.values()], kwargs), "osdn handles plain calls on a CPU"
 
     for implementation, (module, operation) in IMPLEMENTATIONS.items():
         entry = getattr(sys.modules[module], implementation.__name__)
@@ -78,7 +77,7 @@ def _register(backends: Any) -> None:
 
 
 def _by_name(implementation: Function, entry: Function) -> Function:
-    """Hands over by name what a call of `entry` has in order."""
+    """Turn the positional arguments of a call of `entry` into keyword arguments."""
     names = list(inspect.signature(entry).parameters)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +86,7 @@ def _by_name(implementation: Function, entry: Function) -> Function:
     return call
 
 
-def _takes(arguments: list[Any], named: dict[str, Any]) -> bool:
+def _handles(arguments: list[Any], named: dict[str, Any]) -> bool:
     plain = all(named.get(name) is None or named[name] is False for name in BEYOND)
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     return plain and on_cpu(*tensors) and usable(tensors[0])
@@ -129,12 +128,12 @@ def fused_recurrent_kda_fwd(
 
 
 def fused_recurrent_forward(original: Function) -> Function:
-    """`fused_recurrent_gated_delta_rule_fwd`, where all is given by name."""
+    """`fused_recurrent_gated_delta_rule_fwd`, whose arguments are all given by name."""
 
     @wraps(original)
     def replacement(**kwargs: Any) -> Any:
         g, gk, beta = kwargs["g"], kwargs["gk"], kwargs["beta"]
-        if not _takes(list(kwargs.values()), kwargs) or beta.ndim != 3 or (g is None) == (gk is None):
+        if not _handles(list(kwargs.values()), kwargs) or beta.ndim != 3 or (g is None) == (gk is None):
             return original(**kwargs)
         settings = {name: x for name, x in kwargs.items() if name not in ("g", "gk", "gv")}
         decay = {"g": gk} if g is None else {"g": g, "use_gate_in_kernel": kwargs["A_log"] is not None}
@@ -158,7 +157,7 @@ def _delta_rule(
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
-    **_: Any,  # how a GPU would do it
+    **_: Any,  # settings for GPUs
 ) -> tuple[Tensor, Tensor | None]:
     if use_beta_sigmoid_in_kernel:
         beta = widen(beta).sigmoid() * (2 if allow_neg_eigval else 1)
@@ -184,7 +183,7 @@ def _delta_rule(
 def _gradients(
     function: Function, given: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Of everything given that is there, by what comes in for the function's results."""
+    """Gradients of the given tensors that are not None, for the gradients of the function's results."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in given]
     with torch.enable_grad():
         outputs = [y for y, grad in zip(function(*leaves), grads) if grad is not None]
@@ -256,7 +255,7 @@ def causal_conv1d_update(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One more token per sequence; moves `cache` `[N, D, W]` on in place."""
+    """One more token per sequence; updates `cache` `[N, D, W]` in place."""
     assert weight is not None
     rows = x.reshape(-1, 1, weight.shape[0])  # [N, 1, D]
     y, state = causal_conv1d_fwd(rows, weight, bias, None, cache, True, activation)
@@ -294,16 +293,17 @@ def _norm(
     if is_rms_norm and weight is not None and bias is None and residual is None and g.dtype == x.dtype:
         return gated_rms_norm(x, weight, g, activation=GATES[activation], eps=eps)
     raise NotImplementedError(
-        "osdn has only the gated RMS norm, with a weight and without a bias or residual"
+        "osdn only implements the gated RMS norm with a weight and without a bias or residual"
     )
 
 
 def swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The end of a model's gated MLP, which has no other way onto a CPU."""
+    """The last part of a model's gated MLP, which otherwise cannot run on a CPU."""
     return F.linear(F.silu(x) * y, weight, bias)
 
 
-# where flash-linear-attention has each, and the operation whose registry it is in, if not in one of its own
+# the module of flash-linear-attention that defines each function, and the operation it is registered under,
+# if not under its own name
 IMPLEMENTATIONS: dict[Function, tuple[str, str | None]] = {
     chunk_gated_delta_rule: ("fla.ops.gated_delta_rule", "gated_delta_rule"),
     chunk_kda: ("fla.ops.kda", None),

@@ -1,1 +1,1 @@
-"""Small controlled experiments that run on a CPU in minutes: several seeds, matched data order, intervals."""
+"""Small controlled experiments that run on a CPU in minutes: several seeds, the same batches, intervals."""

@@ -1,10 +1,10 @@
 """The six tasks of MAD, mechanistic architecture design (Poli et al. 2024, https://arxiv.org/abs/2403.17844).
 
-Definitions and sizes are the published ones (Section 3.1 and Appendix B, and the base settings of
-https://github.com/athms/mad-lab): in-context recall asks for the value of every key that was seen before,
-noisy recall adds pairs of noise, fuzzy recall has keys and values of several tokens.  Training on these three
-predicts every token; only the values of known keys are scored.  One thing differs: MAD trains for epochs on a
-fixed set of 12,800 sequences (memorization: 256), here every batch is fresh.
+Definitions and sizes are as published (Section 3.1 and Appendix B, and the base settings of
+https://github.com/athms/mad-lab): in-context recall asks for the value of every key seen before, noisy recall
+adds pairs of noise, and fuzzy recall has keys and values of several tokens. These three train on every token,
+but only the values of known keys are scored. One thing differs:  MAD trains for several epochs on a fixed set
+of 12,800 sequences (memorization: 256); here every batch is new.
 """
 
 import math
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from osdn.lab.synthetic import IGNORED, SyntheticTask, at_least
 
-MAP_SEED = 12345  # of the facts to memorize, the same for every model and seed
+MAP_SEED = 12345  # draws the facts to memorize, which are the same for every model and seed
 
 
 class NextToken(SyntheticTask):
-    """A task over whole sequences that trains on every next token and scores some of them."""
+    """A task that trains on every next token of a sequence and scores some of them."""
 
     def sequences(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Tokens `[n, length]`, and which of them are scored."""
@@ -39,14 +39,14 @@ class NextToken(SyntheticTask):
 
 @dataclass(frozen=True)
 class InContextRecall(NextToken):
-    """Pairs of a random key and the value it has in this sequence; with noise, noisy in-context recall.
+    """Random keys, each followed by its value in this sequence; with noise, noisy in-context recall.
 
     Args:
-        vocab_size: half are keys, half values, after the noise is taken off.
-        length: tokens in a sequence, an even number.
-        noise_vocab_size: tokens that are noise.
-        noise: how often a pair of noise tokens stands in the place of a pair.
-        evaluation: sequences for each accuracy that is reported.
+        vocab_size: without the noise tokens, half are keys and half values.
+        length: tokens per sequence, an even number.
+        noise_vocab_size: number of noise tokens.
+        noise: share of pairs that are replaced by noise tokens.
+        evaluation: sequences per reported accuracy.
     """
 
     vocab_size: int = 16
@@ -58,7 +58,7 @@ class InContextRecall(NextToken):
     def __post_init__(self) -> None:
         at_least(self, length=4, noise_vocab_size=int(self.noise > 0), evaluation=1)
         if self.length % 2:
-            raise ValueError(f"length is {self.length}; it must be even: the sequence is pairs")
+            raise ValueError(f"length is {self.length}; it must be even, since a sequence consists of pairs")
         if not 0 <= self.noise < 1:
             raise ValueError(f"noise is {self.noise}; it must be at least 0 and below 1")
         at_least(self, vocab_size=2 + self.noise_vocab_size)
@@ -69,10 +69,10 @@ class InContextRecall(NextToken):
         keys = torch.randint(half, (n, pairs), generator=generator)
         value_of = torch.randint(half, words, (n, half), generator=generator)  # of each key, per sequence
         noisy = torch.rand(n, pairs, generator=generator) < self.noise
-        kept = torch.randint(pairs - 1, (n, 1), generator=generator)  # one pair at least is no noise
-        noisy = noisy.scatter(1, kept, False)
+        clean = torch.randint(pairs - 1, (n, 1), generator=generator)  # at least one pair is not noise
+        noisy = noisy.scatter(1, clean, False)
         noisy[:, -1] = False
-        # the last pair asks for a key that was seen
+        # the last pair repeats an earlier key
         weights = (~noisy[:, :-1]).double()
         again = torch.multinomial(weights, 1, generator=generator)
         keys[:, -1:] = keys.gather(1, again)
@@ -88,13 +88,13 @@ class InContextRecall(NextToken):
 
 @dataclass(frozen=True)
 class FuzzyRecall(NextToken):
-    """In-context recall with keys and values of one to three tokens; in a test all keys have three.
+    """In-context recall with keys and values of one to three tokens; in tests, all keys have three.
 
     Args:
-        vocab_size: one token pads, of the others half are for keys, half for values.
-        length: tokens in a sequence, padded on the left.
-        motif: tokens of a key or value at most; no token comes twice in one.
-        evaluation: sequences for each accuracy that is reported.
+        vocab_size: one token is padding, half of the others are for keys, half for values.
+        length: tokens per sequence, padded on the left.
+        motif: most tokens in a key or value, all of them different.
+        evaluation: sequences per reported accuracy.
     """
 
     vocab_size: int = 16
@@ -120,7 +120,7 @@ class FuzzyRecall(NextToken):
         return torch.tensor(tokens), torch.tensor(scored)
 
     def _row(self, draw: random.Random, key_sizes: Sequence[int]) -> tuple[list[int], list[bool]]:
-        """Pairs as long as they fit, the last of a known key."""
+        """As many pairs as fit; the last has a known key."""
         pad, half = self.vocab_size - 1, (self.vocab_size - 1) // 2
         value_of: dict[tuple[int, ...], list[int]] = {}
         tokens: list[int] = []
@@ -133,7 +133,7 @@ class FuzzyRecall(NextToken):
             tokens.extend((*key, *value_of[key]))
             scored.extend([False] * len(key) + [known] * len(value_of[key]))
 
-        while len(tokens) + 4 * self.motif <= self.length:  # room for this pair and the last
+        while len(tokens) + 4 * self.motif <= self.length:  # there is room for this pair and the last
             add(tuple(draw.sample(range(half), draw.choice(key_sizes))))
         add(draw.choice(list(value_of)))
         empty = self.length - len(tokens)
@@ -142,13 +142,13 @@ class FuzzyRecall(NextToken):
 
 @dataclass(frozen=True)
 class SelectiveCopying(SyntheticTask):
-    """Tokens among blanks, to be repeated in their order after a marker, one at each of the last blanks.
+    """Tokens among blanks; after a marker they must be repeated in order, one per trailing blank.
 
     Args:
-        vocab_size: the last two are the blank and the marker.
-        length: tokens in a sequence.
-        tokens: how many to copy.
-        evaluation: sequences for each accuracy that is reported.
+        vocab_size: the last two tokens are the blank and the marker.
+        length: tokens per sequence.
+        tokens: how many tokens to copy.
+        evaluation: sequences per reported accuracy.
     """
 
     vocab_size: int = 16
@@ -174,12 +174,12 @@ class SelectiveCopying(SyntheticTask):
 
 @dataclass(frozen=True)
 class Memorization(SyntheticTask):
-    """Facts that are the same in every sequence: each key is followed by a marker, where its value is asked.
+    """Facts that are the same in every sequence: after each key, a marker asks for its value.
 
     Args:
-        vocab_size: the last token is the marker, of the others half are keys, half values.
-        length: tokens in a sequence.
-        evaluation: sequences for each accuracy that is reported.
+        vocab_size: the last token is the marker, half of the others are keys, half values.
+        length: tokens per sequence.
+        evaluation: sequences per reported accuracy.
     """
 
     vocab_size: int = 256
@@ -190,7 +190,7 @@ class Memorization(SyntheticTask):
         at_least(self, vocab_size=3, length=2, evaluation=1)
 
     def value_of(self) -> Tensor:
-        """The value of each key: different keys have different values."""
+        """The value of each key; different keys have different values."""
         words, half = self.vocab_size - 1, (self.vocab_size - 1) // 2
         order = torch.randperm(words - half, generator=torch.Generator().manual_seed(MAP_SEED))
         return half + order[:half]
@@ -210,8 +210,8 @@ class Compression(SyntheticTask):
 
     Args:
         vocab_size: the last token is the marker.
-        length: tokens in a sequence, the marker included.
-        evaluation: sequences for each accuracy that is reported.
+        length: tokens per sequence, including the marker.
+        evaluation: sequences per reported accuracy.
     """
 
     vocab_size: int = 16
@@ -243,7 +243,7 @@ class Compression(SyntheticTask):
 
 
 def positions(length: int, width: int) -> Tensor:
-    """Sines and cosines of every position at geometric wavelengths up to 10,000, `[T, D]`."""
+    """Sines and cosines of every position, with geometrically spaced wavelengths up to 10,000, `[T, D]`."""
     rates = torch.exp(torch.arange(width // 2) * (-math.log(10_000) / max(1, width // 2 - 1)))
     angles = torch.arange(length)[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], 1)

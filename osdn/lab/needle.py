@@ -1,8 +1,8 @@
-"""A needle in a haystack: facts among filler, asked for at the end, by depth and by length.
+"""Needles in a haystack: facts among filler, queried at the end; accuracy by depth and length.
 
 The synthetic form of Kamradt's test, as in RULER (Hsieh et al. 2024, https://arxiv.org/abs/2404.06654, "NIAH"
 with several needles and queries).  A needle is a marker, a key and a value; the rest is filler.  At the end
-every key is asked for once, in random order.  The depth of a needle is how far from the beginning it stands.
+every key is queried once, in random order.  The depth of a needle is its distance from the beginning.
 """
 
 from dataclasses import dataclass, replace
@@ -21,10 +21,10 @@ class NeedleTask(SyntheticTask):
     """Needles in filler, tested in haystacks of up to eight times the length.
 
     Args:
-        vocab_size: token 0 marks a needle, a quarter of the rest are keys, a quarter values, half filler.
-        length: tokens in a sequence, the questions included.
-        needles: how many there are, all of them asked for.
-        evaluation: sequences for each accuracy that is reported.
+        vocab_size: token 0 marks a needle; of the rest, a quarter are keys, a quarter values, half filler.
+        length: tokens per sequence, including the questions.
+        needles: number of needles, all of which are queried.
+        evaluation: sequences per reported accuracy.
     """
 
     vocab_size: int = 64
@@ -41,13 +41,13 @@ class NeedleTask(SyntheticTask):
         return inputs, labels
 
     def _placed(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs, labels, and where the needle of each question begins, `[n, needles]`."""
+        """Inputs, labels, and the position of each question's needle, `[n, needles]`."""
         part, needles = (self.vocab_size - 1) // 4, self.needles
         keys = 1 + distinct(n, part, needles, generator)
         values = 1 + part + torch.randint(part, (n, needles), generator=generator)
         inputs = torch.randint(1 + 2 * part, self.vocab_size, (n, self.length), generator=generator)
         hay = self.length - 2 * needles
-        # A needle takes three places: choose places in a haystack that is two shorter per needle.
+        # A needle takes three places, so choose places in a haystack that is two tokens shorter per needle.
         gaps = distinct(n, hay - 2 * needles, needles, generator).sort(1).values
         starts = gaps + 2 * torch.arange(needles)
         for offset, content in enumerate((torch.zeros_like(keys), keys, values)):
@@ -64,7 +64,7 @@ class NeedleTask(SyntheticTask):
 
     @torch.no_grad()
     def evaluate(self, model: Any, seed: int) -> dict[str, Any]:
-        """Accuracy by depth and length beside what every task reports."""
+        """What every task reports, plus accuracy by depth and length."""
         longer = [task for task in self.harder().values() if isinstance(task, NeedleTask)]
         grid = [row for task in (self, *longer) for row in task.by_depth(model)]
         return super().evaluate(model, seed) | {"grid": grid}

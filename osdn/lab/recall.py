@@ -1,11 +1,11 @@
 """Multi-query associative recall: key-value pairs, then their keys as queries among random tokens.
 
-The data of Arora et al. 2024, "Zoology" (https://arxiv.org/abs/2312.04927, Section 4 and Appendix E): every
-key once, the distance from the pairs to a key's query from a power law, a label at queries only.  Three
-parameters are ours: `passes` presents the pairs again in the same order, as the prompts of "just read twice"
-(Arora et al. 2024, https://arxiv.org/abs/2407.05483) do; `overwrites` gives some keys again with another
-value, in which case the last value is the answer; and `noise` replaces presented values by others, so that
-who believes the last one is often wrong.
+The data follows Arora et al. 2024, "Zoology" (https://arxiv.org/abs/2312.04927, Section 4 and Appendix E):
+each key occurs once, the distance from the pairs to a query follows a power law, and only queries have
+labels.  Three parameters are ours. `passes` presents the pairs again in the same order, like the prompts of
+"just read twice" (Arora et al. 2024, https://arxiv.org/abs/2407.05483). `overwrites` presents some keys again
+with another value, and the last value is the answer. `noise` replaces presented values by others, so that
+trusting the last one is often wrong.
 """
 
 import itertools
@@ -25,14 +25,14 @@ class RecallTask(SyntheticTask):
     """The task and its sizes.
 
     Args:
-        vocab_size: half of it are keys, half values; filler is drawn from all of it.
-        pairs: keys in a sequence.
-        length: tokens in a sequence.
+        vocab_size: half are keys, half values; filler is drawn from the whole vocabulary.
+        pairs: key-value pairs per sequence.
+        length: tokens per sequence.
         passes: how often the pairs are presented.
-        overwrites: how many of the keys are given again, within every pass, with another value.
-        noise: how often a presented value is replaced by a random one, drawn anew in every pass.
-        power: exponent a of the law p(gap) ~ gap ** (a - 1) between the pairs and a query.
-        evaluation: sequences for each accuracy that is reported.
+        overwrites: how many keys are presented again in every pass, with another value.
+        noise: share of presented values that are replaced by random ones, redrawn in every pass.
+        power: exponent a of the law p(gap) ~ gap ** (a - 1) for the gap between the pairs and a query.
+        evaluation: sequences per reported accuracy.
     """
 
     vocab_size: int = 128
@@ -65,17 +65,17 @@ class RecallTask(SyntheticTask):
 
     @property
     def context(self) -> int:
-        """Tokens before the first query can come."""
+        """The number of tokens before the first possible query."""
         return 2 * (self.pairs + self.overwrites) * self.passes
 
     def boundaries(self) -> list[tuple[int, str]]:
-        """Where a sequence changes: a later pass begins, or the queries."""
+        """Where the later passes and the queries start."""
         once = self.context // self.passes
         passes = [(i * once, f"pass {i + 1}") for i in range(1, self.passes)]
         return [*passes, (self.context, "queries")]
 
     def sample(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """n sequences: inputs `[n, T]`, and labels `[n, T]` with a query's answer at the query."""
+        """n sequences: inputs `[n, T]`, and labels `[n, T]` with the answer at each query."""
         pairs, half = self.pairs, self.vocab_size // 2
         keys = 1 + distinct(n, half - 1, pairs, generator)  # [n, pairs]; 0 is never a key
         values = half + distinct(n, self.vocab_size - half, pairs + self.overwrites, generator)
@@ -99,10 +99,10 @@ class RecallTask(SyntheticTask):
         return inputs, labels
 
     def batches(self, seed: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Training batches without end; the same for every model that is given this seed.
+        """Endless training batches; every model gets the same ones for a given seed.
 
-        They take turns with a quarter, half and all of the pairs, in sequences that are shorter and more in
-        proportion: with all pairs from the start, some seeds take several times as long to find the rule.
+        They alternate between a quarter, half and all of the pairs, with proportionally shorter and more
+        sequences.  With all pairs from the start, some seeds take several times as long to find the rule.
         """
         generator = torch.Generator().manual_seed(seed)
         for part in itertools.cycle((4, 2, 1)):
@@ -113,7 +113,7 @@ class RecallTask(SyntheticTask):
 
     @torch.no_grad()
     def evaluate(self, model: Any, seed: int) -> dict[str, Any]:
-        """Accuracy by number of pairs and by pass, and the residual ratio, on sequences nobody trained on."""
+        """Accuracy by number of pairs and passes, and the residual ratio, on unseen sequences."""
         rows = [
             {"pairs": task.pairs, "passes": task.passes, "accuracy": accuracy(task, model)}
             for task in self.grid()
@@ -121,16 +121,16 @@ class RecallTask(SyntheticTask):
         by_size = {r["pairs"] / self.pairs: r["accuracy"] for r in rows if r["passes"] == self.passes}
         prompts, _ = self.sample(32, evaluation_generator())
         found = {"accuracy": by_size[1], "grid": rows, **write_statistics(model, prompts)}
-        if 2 in by_size:  # a harder task than the one that was learned
+        if 2 in by_size:  # a harder task than in training
             found["accuracy_2x"] = by_size[2]
         settings = model.config.preconditioner
-        if seed == 0 and settings is not None and "rule" not in settings:  # one is enough to look at
+        if seed == 0 and settings is not None and "rule" not in settings:  # one is enough for the figure
             scale = scales(model, prompts[:1]).transpose(0, 1).flatten(1)  # [T, layers * HV * K]
             found["scale"] = [[round(d, 4) for d in token] for token in scale.tolist()]
         return found
 
     def grid(self) -> list["RecallTask"]:
-        """This task with half to four times the pairs, after each pass; lengths grow with the pairs."""
+        """This task with half to four times the pairs and with fewer passes; lengths grow with the pairs."""
         found = []
         for factor in (0.5, 1, 2, 3, 4):
             pairs, overwrites = max(1, int(self.pairs * factor)), int(self.overwrites * factor)

@@ -1,9 +1,9 @@
 """The referee: which preconditioner or other update, if any, remembers more than a tuned plain delta rule.
 
-Every contestant, the plain delta rule of each backbone included, gets its learning rate and the start of its
-write gate from the same small grid, on seeds that are not used again.  Then all are judged on the same fresh
-seeds, with the same batches, after a quarter, half and all of the budget.  Each is compared with the tuned
-plain rule of its backbone.  Protocol and reasons: docs/referee.md.
+Every contestant, including the plain delta rule of each backbone, is tuned on the same small grid of learning
+rates and initial gate biases, with seeds that are not used again.  Then all are judged on the same new seeds
+and batches, after a quarter, half and all of the budget, and compared with the tuned plain rule of their
+backbone.  docs/referee.md explains the protocol.
 """
 
 import math
@@ -32,10 +32,10 @@ from osdn.results.statistics import estimate, holm, paired_difference, t_test
 from osdn.results.tables import Cell, Row, Table
 
 BUDGETS = (0.25, 0.5, 1.0)
-TUNING_SEEDS = (1000, 1001)  # never judged
-TUNING_SHARE = 0.5  # of the budget, for every point of the grid
+TUNING_SEEDS = (1000, 1001)  # never used for judging
+TUNING_SHARE = 0.5  # of the budget, for every grid point
 CALIBRATION_STEPS = 3
-# Every preconditioner on every backbone, and every other update on the backbone that it was published for.
+# Every preconditioner on every backbone, and every other update on the backbone it was published for.
 CONTESTANTS = (
     *("delta_net", "osdn", "osdn-apf", "osdn-newton", "osdn-newton+block-8", "delta_net+pgdn"),
     *("delta_net+longhorn", "delta_net+efla", "delta_net+product-2"),
@@ -46,7 +46,7 @@ CONTESTANTS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """A task of the referee, and what counts in it."""
+    """A task of the referee, with its sizes and its metric."""
 
     name: str
     task: Any
@@ -57,21 +57,21 @@ class Trial:
     write_scale: float = 1.0
 
     def score(self, result: dict[str, Any]) -> float:
-        """The metric, larger being better; what is not a number is worse than anything."""
+        """The metric, signed so that larger is better; a value that is not finite is worst."""
         value = float(result[self.metric])
         if not math.isfinite(value):
             return -math.inf
         return -value if self.lower_is_better else value
 
     def record(self) -> dict[str, Any]:
-        """What a result says of it."""
+        """The trial as it is recorded in a result."""
         found = {x.name: getattr(self, x.name) for x in fields(self)}
         task = asdict(self.task)
         return found | {"task": task | {"folder": ""} if "folder" in task else task}
 
 
 TRIALS = (
-    # 32 pairs in heads of 16 key channels: more than a state can hold
+    # 32 pairs with 16 key channels per head: more than a state can hold
     Trial("capacity", RecallTask(256, pairs=32, length=128, passes=1), 800, 16),
     Trial("overwriting", RecallTask(128, pairs=8, length=80, passes=2, overwrites=4), 600, 24),
     Trial("noisy pairs", RecallTask(128, pairs=8, length=80, passes=3, noise=0.2), 600, 24),
@@ -81,14 +81,14 @@ TRIALS = (
     Trial("MAD copying", SelectiveCopying(), 400, 8),
     Trial("MAD compression", Compression(), 600, 32),
     Trial("MAD memory", Memorization(), 100, 32),
-    # Strengths up to 2 are what makes a reflection, and so parity and permutations, possible at all.
+    # Only write strengths up to 2 allow reflections, which parity and permutations need.
     Trial("parity", TrackingTask("parity", 32), 300, 32, write_scale=2.0),
     Trial("S3", TrackingTask("s3", 32), 500, 32, write_scale=2.0),
     Trial("S5", TrackingTask("s5", 32), 500, 32, write_scale=2.0),
     Trial("needle", NeedleTask(), 400, 16, metric="accuracy_4x"),
     Trial("text", TextTask("", length=128, longest=8), 450, 16, "loss", lower_is_better=True),
 )
-# A plain DeltaNet of width 32 does not leave the floor of these within steps that could be paid for.
+# A plain DeltaNet of width 32 does not get above chance on these in an affordable number of steps.
 LEFT_OUT = ("MAD fuzzy", "MAD copying", "MAD compression", "S3", "S5")
 QUICK = ("overwriting", "noisy pairs", "parity")
 QUICK_CONTESTANTS = ("delta_net", "osdn", "osdn-newton", "gdn", "osgdn-newton", "kda", "oskda-newton")
@@ -96,7 +96,7 @@ QUICK_CONTESTANTS = ("delta_net", "osdn", "osdn-newton", "gdn", "osgdn-newton", 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is run: every contestant in every trial, tuned over the grid, then judged."""
+    """What to run: every contestant in every trial, first tuned over the grid, then judged."""
 
     trials: tuple[Trial, ...] = TRIALS
     contestants: tuple[str, ...] = CONTESTANTS
@@ -109,12 +109,14 @@ class Protocol:
 
     def __post_init__(self) -> None:
         if self.seeds < 2:
-            raise ValueError(f"seeds is {self.seeds}; a difference needs at least 2")
+            raise ValueError(f"seeds is {self.seeds}; comparisons need at least 2")
         if set(self.tuning_seeds) & set(range(self.seeds)):
-            raise ValueError(f"tuning_seeds {self.tuning_seeds} must not be among the {self.seeds} judged")
+            raise ValueError(
+                f"tuning_seeds {self.tuning_seeds} must not be among the judged seeds 0 to {self.seeds - 1}"
+            )
         for name in self.contestants:
             if self.baseline(name) not in self.contestants:
-                raise ValueError(f"{name} cannot be judged without {self.baseline(name)}: name it, too")
+                raise ValueError(f"{name} cannot be judged without {self.baseline(name)}: add it as well")
 
     def cells(self) -> Iterator[tuple[Trial, str]]:
         return product(self.trials, self.contestants)
@@ -125,7 +127,7 @@ class Protocol:
         return baseline_of(Variant(contestant), plain).name
 
     def tuning(self, trial: Trial, contestant: str) -> list[list[Run]]:
-        """The runs of every point of the grid, seed by seed."""
+        """The runs of every grid point, one per seed."""
         steps = max(1, round(TUNING_SHARE * trial.steps))
         biases = (None,) if Variant(contestant).row else self.beta_biases
         return [
@@ -134,7 +136,7 @@ class Protocol:
         ]
 
     def judging(self, trial: Trial, chosen: Run) -> list[Run]:
-        """The runs that count, with what tuning chose."""
+        """The runs that count, with the tuned settings."""
         full = replace(chosen, steps=trial.steps, budgets=BUDGETS)
         return [replace(full, seed=seed) for seed in range(self.seeds)]
 
@@ -156,34 +158,34 @@ class Protocol:
 
 
 class Contest(Interface):
-    """What can be judged: contestants in trials, each compared with a baseline."""
+    """Contestants in trials, each compared with a baseline."""
 
     def cells(self) -> Iterator[tuple[Trial, str]]: ...
     def baseline(self, contestant: str) -> str: ...
 
 
 def quick(protocol: Protocol) -> Protocol:
-    """The same protocol with two fifths of the steps, one learning rate and one tuning seed."""
+    """The protocol with two fifths of the steps, one learning rate and one tuning seed."""
     trials = tuple(replace(t, steps=max(20, 2 * t.steps // 5)) for t in protocol.trials)
     return replace(protocol, trials=trials, learning_rates=(0.01,), tuning_seeds=TUNING_SEEDS[:1])
 
 
 def with_tasks(protocol: Protocol, names: Sequence[str]) -> Protocol:
-    """The protocol with the tasks that are named; without names, with those that can be learned."""
+    """The protocol with the named tasks; without names, with all that can be learned."""
     known = {trial.name: trial for trial in protocol.trials}
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"there is no task {', '.join(unknown)}; there are {', '.join(known)}")
+        raise ValueError(f"unknown task {', '.join(unknown)}; choose from {', '.join(known)}")
     chosen = names or [name for name in known if name not in LEFT_OUT]
     return replace(protocol, trials=tuple(known[name] for name in chosen))
 
 
 def prepared(protocol: Any, output: Path) -> Any:
-    """A protocol or study with the files that its tasks need."""
+    """A protocol or study whose tasks have the files they need."""
     return replace(protocol, trials=tuple(replace(t, task=t.task.prepare(output)) for t in protocol.trials))
 
 
 def choose(trial: Trial, grid: Sequence[Sequence[Run]], folder: Path) -> Run:
-    """The best point of a grid, by the mean score of its seeds; of equals, the first."""
+    """The grid point with the best mean score over its seeds; the first one if there is a tie."""
     scores = [fmean(trial.score(read_result(run, folder)) for run in runs) for runs in grid]
     return grid[max(range(len(grid)), key=lambda i: scores[i])][0]
 
@@ -193,7 +195,7 @@ def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
 
 
 def planned(protocol: Protocol, folder: Path) -> list[tuple[Trial, list[Run]]]:
-    """What is still to be run, trial by trial; before tuning ends, any point of the grid stands for it."""
+    """The runs that are left, by trial; until tuning ends, the first grid point stands in for the best."""
     found = []
     for trial in protocol.trials:
         runs: list[Run] = []
@@ -208,9 +210,9 @@ def planned(protocol: Protocol, folder: Path) -> list[tuple[Trial, list[Run]]]:
 
 
 class Clock:
-    """Seconds that runs take on an idle core, from a few steps of each backbone and update in each task.
+    """Estimates how long runs take on an idle core, from a few steps of each backbone and update per task.
 
-    CPU time is measured: on a machine that does other work, the clock on the wall would count that as well.
+    It measures CPU time, because wall-clock time would include whatever else the machine is doing.
     """
 
     def __init__(self) -> None:
@@ -229,7 +231,7 @@ class Clock:
         torch.set_num_threads(1)
         try:
             learner, batches = Learner(run), run.task.batches(run.seed, run.batch)
-            learner.learn(next(batches), 1.0)  # what is only slow at first
+            learner.learn(next(batches), 1.0)  # warm up
             start = time.process_time()
             for _ in range(CALIBRATION_STEPS):
                 learner.learn(next(batches), 1.0)
@@ -241,7 +243,7 @@ class Clock:
 
 
 def plan_table(plan: Sequence[tuple[Trial, list[Run]]], folder: Path, jobs: int | None = None) -> Table:
-    """What is left to run, trial by trial, and how long it takes on idle cores."""
+    """The runs that are left, by trial, and how long they take on idle cores."""
     clock, workers = Clock(), jobs or os.cpu_count() or 1
     rows, total, count = [], 0.0, 0
     for trial, runs in plan:
@@ -251,23 +253,24 @@ def plan_table(plan: Sequence[tuple[Trial, list[Run]]], folder: Path, jobs: int 
     rows.append(Row("together", [Cell(""), Cell(str(count)), Cell(_time(total))], rule=True))
     finished = len(list(folder.glob("*-seed*.json")))
     note = (
-        f"On {workers} idle cores. {finished} finished runs are in {folder}; interrupt and continue at will."
+        f"On {workers} idle cores. {finished} runs in {folder} are finished; you can interrupt at any time "
+        f"and continue later."
     )
-    return Table("To be run", ["steps", "runs", "time"], rows, note)
+    return Table("Left to run", ["steps", "runs", "time"], rows, note)
 
 
 def _time(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
 
 
-Outcome = dict[tuple[str, str], list[dict[str, Any]]]  # results by trial and contestant, seed by seed
+Outcome = dict[tuple[str, str], list[dict[str, Any]]]  # results by trial and contestant, one per seed
 
 
 def judge(contest: Contest, outcome: Outcome) -> list[dict[str, Any]]:
-    """Every contestant in every trial at every budget: its value, and its difference to the baseline.
+    """The value of every contestant in every trial at every budget, and its difference from the baseline.
 
-    A positive difference is better.  `p_value` of the difference is of the sign-flip test, `t_p` of the
-    paired t-test, and `adjusted` is `t_p` after Holm's correction for all comparisons at that budget.
+    A positive difference is better.  The difference's `p_value` is that of the sign-flip test, `t_p` that of
+    the paired t-test, and `adjusted` is `t_p` after Holm's correction for all comparisons at that budget.
     """
     rows = []
     for budget, (trial, contestant) in product(BUDGETS, contest.cells()):
@@ -297,7 +300,7 @@ def judge(contest: Contest, outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def tuned(protocol: Protocol, folder: Path) -> list[dict[str, Any]]:
-    """What tuning chose, and its mean score on the tuning seeds beside that of the best without a bias."""
+    """The tuned settings, their mean score on the tuning seeds, and the best score without a bias."""
     found = []
     for trial, contestant in protocol.cells():
         grid = protocol.tuning(trial, contestant)
@@ -322,13 +325,13 @@ def tuned(protocol: Protocol, folder: Path) -> list[dict[str, Any]]:
 
 
 def parameters(protocol: Protocol, contestant: str) -> int:
-    """How many parameters a contestant has, with the vocabulary of the first task."""
+    """A contestant's number of parameters, with the vocabulary of the first task."""
     first = protocol.tuning(protocol.trials[0], contestant)[0][0]
     return sum(p.numel() for p in build(first).parameters())
 
 
 def diagnose(contest: Contest, outcome: Outcome) -> list[dict[str, Any]]:
-    """What the trained models' writes do, as means over the judged seeds; what a rule lacks is left out."""
+    """Write statistics of the trained models, as means over the judged seeds, where a rule has them."""
     found = []
     for trial, contestant in contest.cells():
         runs = outcome[trial.name, contestant]
@@ -341,7 +344,7 @@ def diagnose(contest: Contest, outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def run_referee(protocol: Protocol, folder: Path, progress: Progress, jobs: int | None) -> dict[str, Any]:
-    """Tune, judge and compare; what is finished is read from its file."""
+    """Tune, judge and compare; finished runs are read from their files."""
     grids = [(trial, name, protocol.tuning(trial, name)) for trial, name in protocol.cells()]
     tuning = [run for _, _, grid in grids for point in grid for run in point]
     stand_ins = [run for trial, _, grid in grids for run in protocol.judging(trial, grid[0][0])]

@@ -1,7 +1,7 @@
-"""What a trained model's writes do: how strong they are, and how far each contracts the error it corrects.
+"""Statistics of a trained model's writes: how strong they are, and how much of its error each one removes.
 
-For the delta rule f_t(S_t) / f_t(S_{t-1}) = (1 - beta_t <w_t, k_t>)²: the value and the state cancel,
-whatever rule made the write key w_t (the paper, "Algorithmic token-local residual contraction").
+For the delta rule, f_t(S_t) / f_t(S_{t-1}) = (1 - beta_t <w_t, k_t>)²: the value and the state cancel,
+whichever rule produced the write key w_t (the paper, "Algorithmic token-local residual contraction").
 """
 
 from typing import Any
@@ -17,13 +17,14 @@ from osdn.layers.mixers import write_keys
 
 @torch.no_grad()
 def write_statistics(model: nn.Module, input_ids: Tensor) -> dict[str, Any]:
-    """Means over heads, prompts and tokens: of each layer (`writes`), and of all of them.
+    """Means over heads, prompts and tokens, for each layer (`writes`) and over all layers.
 
-    `q_geo` is the geometric mean of the residual ratio and `log_q` its mean logarithm by position; `beta` is
-    the mean write strength (of keys that keep their length, times their square: the strength that writes as
-    much with a unit key), `key_scale` the mean <w, k> / <k, k>, and `decay` what the state keeps per token.
-    What an update does not have is left out (`Update.measured`): GDN-2 has no single write strength, and a
-    write of Comba does not shrink the error that it saw.  Nothing for a model that has no delta rule.
+    `q_geo` is the geometric mean of the residual ratio and `log_q` its mean logarithm by position.  `beta` is
+    the mean write strength; if keys are not normalised it is multiplied by their squared norm, which gives
+    the equivalent strength for unit keys.  `key_scale` is the mean <w, k> / <k, k>, and `decay` the share of
+    the state that is left after a token.  Statistics that an update does not have are left out
+    (`Update.measured`): GDN-2 has no single write strength, and a write of Comba does not shrink the error it
+    was computed from.  The result is empty for a model without a delta rule.
     """
     inputs: list[OperatorInputs] = []
     layers = [module for module in model.modules() if isinstance(module, TokenMixer)]
@@ -41,10 +42,10 @@ def write_statistics(model: nn.Module, input_ids: Tensor) -> dict[str, Any]:
         along = (write_keys(layer)[0].double() * k).sum(-1)  # <w, k>, [B, T, HV]
         q = (1 - layer.beta * along).square().clamp_min(FLOOR).log()
         log_q.append(q.mean((0, 2)).unflatten(0, (-1, mixer.writes)).mean(1))
-        kept = 1.0 if layer.log_decay is None else layer.log_decay.exp().mean().item()
+        decay = 1.0 if layer.log_decay is None else layer.log_decay.exp().mean().item()
         scale = (along / k.square().sum(-1).clamp_min(1e-6)).mean().item()
         strength = layer.beta if mixer.update is None or mixer.update.unit_keys else layer.beta * along
-        row = {"beta": strength.mean().item(), "key_scale": scale, "decay": kept}
+        row = {"beta": strength.mean().item(), "key_scale": scale, "decay": decay}
         row["q_geo"] = q.mean().exp().item()
         known = row if mixer.update is None else mixer.update.measured
         writes.append({name: row[name] for name in known})

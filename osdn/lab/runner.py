@@ -1,8 +1,8 @@
-"""Many runs side by side: one process a core, one thread each, and a file a run.
+"""Many runs in parallel: one process per core, one thread each, and one file per run.
 
-Tiny tensors leave nothing to share between threads, while runs are independent; one thread also makes a
-result independent of how many run.  A finished run is a file named by a hash of its settings, so starting
-again does only what is missing.
+Tiny tensors do not benefit from threads, and runs are independent.  A single thread also makes results
+independent of how many runs there are.  A finished run is a file named by a hash of its settings, so a
+restart only runs what is missing.
 """
 
 import hashlib
@@ -26,23 +26,23 @@ from osdn.lab.training import Run, execute
 from osdn.ops import available_backends
 from osdn.results.store import save_json
 
-REPORT_EVERY = 5  # steps between a worker's messages
+REPORT_EVERY = 5  # steps between messages from a worker
 
 
 def file_of(run: Run, folder: Path) -> Path:
-    """Where the result of `run` is, or will be."""
+    """The file of a run's result, whether or not it exists yet."""
     settings = json.dumps(run.settings(), sort_keys=True)
     name = re.sub(r"[^a-z0-9.+]+", "-", run.variant.label)
     return folder / f"{name}-seed{run.seed}-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.json"
 
 
 def read_result(run: Run, folder: Path) -> dict[str, Any]:
-    """What a finished run has found."""
+    """The result of a finished run."""
     return dict(json.loads(file_of(run, folder).read_text()))
 
 
 def progress_bar(console: Console) -> Progress:
-    """One bar that knows its end; its unit is tokens seen, of which every experiment takes its share."""
+    """A progress bar with a known total, measured in tokens, which all experiments share."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -54,14 +54,14 @@ def progress_bar(console: Console) -> Progress:
 
 
 def cost(run: Run) -> int:
-    """What a run adds to the bar."""
+    """How much a run adds to the progress bar."""
     return run.updates * run.batch * run.task.length
 
 
 def run_all(
     runs: Sequence[Run], folder: Path, progress: Progress, bar: Any, jobs: int | None = None
 ) -> list[dict[str, Any]]:
-    """The results of `runs`, in their order; those with a file in `folder` are read from it."""
+    """The results of `runs`, in order; those with a file in `folder` are read from it."""
     missing = []
     for run in runs:
         if file_of(run, folder).exists():
@@ -69,22 +69,22 @@ def run_all(
         else:
             missing.append(run)
     if missing:
-        available_backends()  # compile the kernels once, here, rather than in every worker
+        available_backends()  # compile the kernels here once instead of in every worker
         _run_in_processes(missing, folder, progress, bar, min(jobs or os.cpu_count() or 1, len(missing)))
     return [read_result(run, folder) for run in runs]
 
 
 def _run_in_processes(runs: Sequence[Run], folder: Path, progress: Progress, bar: Any, jobs: int) -> None:
-    # A forked child of a process that has used OpenMP may hang.  The server has only imported: it forks
-    # clean workers, and imports for all of them once.
+    # A child forked from a process that has used OpenMP may hang.  The fork server has only done imports,
+    # once for all workers, so the workers it forks are clean.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "osdn.lab.text"])
-    messages, stop = context.Queue(), context.RawValue("b", 0)  # no lock that a killed worker could hold
+    messages, stop = context.Queue(), context.RawValue("b", 0)  # no lock, which a killed worker could hold
     pool = ProcessPoolExecutor(jobs, context, _start_worker, (messages, stop))
-    # Set before OpenMP loads, one thread costs a fifth less than the same told to it later.
+    # Limiting OpenMP to one thread before it loads is a fifth cheaper than doing so later.
     environment = patch.dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
     try:
-        with environment:  # the server starts with the first run, and lives on
+        with environment:  # the server starts with the first run and stays alive
             waiting: set[Future[None]] = {pool.submit(_work, run, folder) for run in runs}
         while waiting or not messages.empty():
             try:
@@ -93,7 +93,7 @@ def _run_in_processes(runs: Sequence[Run], folder: Path, progress: Progress, bar
             except Empty:
                 pass
             for future in [f for f in waiting if f.done()]:
-                future.result()  # raises what the run raised
+                future.result()  # re-raises the run's exception
                 waiting.remove(future)
     finally:
         stop.value = 1
@@ -101,7 +101,7 @@ def _run_in_processes(runs: Sequence[Run], folder: Path, progress: Progress, bar
 
 
 def _start_worker(messages: Any, stop: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group; only the parent speaks
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group; only the parent reports it
     torch.set_num_threads(1)
     _worker.update(messages=messages, stop=stop)
 

@@ -1,4 +1,4 @@
-"""Results of many runs as one table: means over seeds, and differences to the baseline, seed by seed."""
+"""Results of many runs as one table: means over seeds, and paired differences from the baseline."""
 
 import csv
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ COLUMNS = (
     "variant", "metric", "seeds", "mean", "low", "high",
     "baseline", "difference", "difference_low", "difference_high", "p_value",
 )  # fmt: skip
-Results = dict[Variant, list[dict[str, Any]]]  # one result per seed, in the seeds' order
+Results = dict[Variant, list[dict[str, Any]]]  # one result per seed, in order of seeds
 
 
 @dataclass(frozen=True)
 class Row:
-    """A metric of a variant; `difference` is None for the baseline itself."""
+    """One metric of one variant; `difference` is None for the baseline."""
 
     variant: str
     metric: str
@@ -29,7 +29,7 @@ class Row:
 
 
 def group(variants: Sequence[Variant], results: Sequence[dict[str, Any]]) -> Results:
-    """Results that were run variant by variant, seed by seed."""
+    """Group results that are ordered by variant, then by seed."""
     seeds = len(results) // len(variants)
     return {v: list(results[i * seeds : (i + 1) * seeds]) for i, v in enumerate(variants)}
 
@@ -50,17 +50,17 @@ def summarize(results: Results, metrics: Sequence[str]) -> list[Row]:
 
 
 def by_label(results: Results) -> dict[str, list[dict[str, Any]]]:
-    """The results as figures take them."""
+    """The results by label, as figures expect them."""
     return {variant.label: mine for variant, mine in results.items()}
 
 
 def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows as they go into a file."""
+    """The rows as they are saved to a file."""
     return [asdict(row) for row in rows]
 
 
 def describe(results: Results) -> str:
-    """The experiment in a few words, which tell two of a kind apart."""
+    """The experiment in a few words, to distinguish two on the same task."""
     settings = _first(results)["settings"]
     task = settings["task"]
     words = [f"{settings['steps']} steps", f"width {settings['width']}", f"{task['length']} tokens"]
@@ -73,7 +73,7 @@ def describe(results: Results) -> str:
 
 
 def write(results: Results, rows: Sequence[Row], folder: Path, name: str) -> None:
-    """summary.json, summary.csv (one line per variant and metric) and runs.csv (one line per run)."""
+    """Write summary.json, summary.csv (one line per variant and metric) and runs.csv (one line per run)."""
     seeds = [run["settings"]["seed"] for run in next(iter(results.values()))]
     content = {"kind": "lab", "experiment": name, "description": describe(results), "seeds": seeds}
     save_json(folder / "summary.json", {**content, "rows": records(rows)})

@@ -1,7 +1,7 @@
-"""What the lab's tasks share: how a model is asked, batches from a seed, and accuracy on fresh sequences.
+"""What the lab's tasks share: reading a model's answers, seeded batches, and accuracy on unseen sequences.
 
-A synthetic task is a dataclass with `vocab_size`, `length` and `evaluation`, and one method of its own,
-`sample`.  Sequences that nobody trained on come from one seed that no training run has.
+A synthetic task is a dataclass with `vocab_size`, `length` and `evaluation` that implements one method,
+`sample`.  Evaluation sequences come from a seed that no training run uses.
 """
 
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ EVALUATION_SEED = 2**31  # training seeds are small numbers
 
 
 class TokenTask:
-    """How a task reads a model: the language model's head, at the positions that have a label."""
+    """Reads a model's answers from its language-model head, at the positions that have a label."""
 
     def prepare(self, output: Path) -> Any:
-        """This task, ready to run; one that needs files finds or makes them in the folder of the results."""
+        """This task, ready to run; a task that needs files finds or creates them in the output folder."""
         return self
 
     def adapt(self, model: Any) -> None:
-        """Add to a new model what the task needs beside the language model; most need nothing."""
+        """Add to a new model whatever the task needs beyond the language model; most need nothing."""
 
     def logits(self, model: Any, inputs: Tensor, labels: Tensor) -> Tensor:
-        """`[n, vocabulary]` for the n labels that are not ignored, in their order."""
+        """`[n, vocabulary]` for the n labels that are not ignored, in order."""
         hidden = model.model(inputs, use_cache=False).last_hidden_state
         return model.lm_head(hidden[labels != IGNORED])
 
@@ -41,26 +41,26 @@ class SyntheticTask(TokenTask):
     evaluation: int
 
     def sample(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """n sequences: inputs `[n, T]`, and labels `[n, T]` beside them, IGNORED where nothing is asked."""
+        """n sequences: inputs `[n, T]` and labels `[n, T]`, which are IGNORED where nothing is asked."""
         raise NotImplementedError
 
     def training_sample(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """n sequences to train on; the same as to test on, unless a task says otherwise."""
+        """n training sequences; sampled like test sequences unless a task overrides this."""
         return self.sample(n, generator)
 
     def harder(self) -> dict[str, "SyntheticTask"]:
-        """Tasks that nobody trains on, by the ending of their metric: `2x` is reported as `accuracy_2x`."""
+        """Tasks for testing only, by the suffix of their metric: `2x` is reported as `accuracy_2x`."""
         return {}
 
     def batches(self, seed: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Training batches without end; the same for every model that is given this seed."""
+        """Endless training batches; every model gets the same ones for a given seed."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             yield self.training_sample(size, generator)
 
     @torch.no_grad()
     def evaluate(self, model: Any, seed: int) -> dict[str, Any]:
-        """Accuracy here and on harder tasks, and what the layers' writes do."""
+        """Accuracy on this task and on harder ones, and the statistics of the layers' writes."""
         found: dict[str, Any] = {"accuracy": accuracy(self, model)}
         found |= {f"accuracy_{name}": accuracy(task, model) for name, task in self.harder().items()}
         prompts, _ = self.sample(min(32, self.evaluation), evaluation_generator())
@@ -68,12 +68,12 @@ class SyntheticTask(TokenTask):
 
 
 def accuracy(task: SyntheticTask, model: Any) -> float:
-    """The share of labels that the model gets right, on the task's evaluation sequences."""
+    """The share of labels that the model predicts correctly, on the task's evaluation sequences."""
     return answers(task, model).mean().item()
 
 
 def answers(task: SyntheticTask, model: Any, part: int = 32) -> Tensor:
-    """Whether the model met each label of the evaluation sequences, `[n]` in float64, in their order."""
+    """Whether the model predicts each label of the evaluation sequences, `[n]` in float64, in order."""
     inputs, labels = task.sample(task.evaluation, evaluation_generator())
     right = [
         task.logits(model, x, y).argmax(-1) == y[y != IGNORED]
@@ -92,7 +92,7 @@ def distinct(n: int, choices: int, size: int, generator: torch.Generator) -> Ten
 
 
 def at_least(task: Any, **smallest: int) -> None:
-    """Refuse sizes below the smallest that make sense."""
+    """Reject sizes below the smallest that make sense."""
     for name, least in smallest.items():
         if getattr(task, name) < least:
             raise ValueError(f"{name} is {getattr(task, name)}; it must be at least {least}")

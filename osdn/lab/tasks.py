@@ -1,4 +1,4 @@
-"""Every task of the lab by the name of its command: its base settings, and what is trained and reported."""
+"""Every task of the lab by the name of its command: its default settings, sizes and metrics."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from osdn.lab.tracking import TrackingTask
 
 @dataclass(frozen=True)
 class Experiment:
-    """A task, and the sizes that its command starts with."""
+    """A task, and the defaults of its command."""
 
     task: Any
     words: str  # the command's help
@@ -39,15 +39,17 @@ EXPERIMENTS: dict[str, Experiment] = {
         steps=600,
         batch=8,
     ),
-    "in-context-recall": Experiment(InContextRecall(), "MAD: the value of every key that was seen before."),
+    "in-context-recall": Experiment(InContextRecall(), "MAD: recall the value of every key seen before."),
     "noisy-recall": Experiment(
         InContextRecall(vocab_size=32, noise_vocab_size=16, noise=0.2),
         "MAD: in-context recall among pairs of noise.",
     ),
-    "fuzzy-recall": Experiment(FuzzyRecall(), "MAD: in-context recall, keys and values of 1 to 3 tokens."),
-    "selective-copying": Experiment(SelectiveCopying(), "MAD: repeat the tokens that stand among blanks."),
-    "compression": Experiment(Compression(), "MAD: decode a sequence from one output of the model."),
-    "memorization": Experiment(Memorization(), "MAD: facts that are the same in every sequence."),
+    "fuzzy-recall": Experiment(
+        FuzzyRecall(), "MAD: in-context recall with keys and values of 1 to 3 tokens."
+    ),
+    "selective-copying": Experiment(SelectiveCopying(), "MAD: copy the tokens that are not blanks."),
+    "compression": Experiment(Compression(), "MAD: decode a whole sequence from a single output."),
+    "memorization": Experiment(Memorization(), "MAD: memorize facts that are the same in every sequence."),
     "tracking": Experiment(
         TrackingTask(), "State tracking: the running product in a group.", LONGER, steps=600
     ),

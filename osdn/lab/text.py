@@ -1,7 +1,7 @@
-"""The text that is always there: the sources of the running Python's standard library.
+"""Language modelling on text that is always available: the sources of Python's standard library.
 
-A byte-pair vocabulary is trained on them in seconds.  Training and validation are different files (see
-`osdn.training.data`), and the same ones for everybody who runs the same Python.
+A byte-pair vocabulary is trained on them in seconds.  Training and validation use different files (see
+`osdn.training.data`), which are the same for everyone with the same version of Python.
 """
 
 import random
@@ -29,11 +29,11 @@ class TextTask(TokenTask):
 
     Args:
         folder: where the tokenizer and the tokens are.
-        vocab_size: entries of the byte-pair vocabulary.
-        length: tokens in a sequence.
-        megabytes: how much of the standard library to take.
-        evaluation: validation sequences.
-        longest: test on sequences of up to so many times the length, too (2, 4 or 8).
+        vocab_size: entries in the byte-pair vocabulary.
+        length: tokens per sequence.
+        megabytes: how much of the standard library to use.
+        evaluation: number of validation sequences.
+        longest: also test on sequences up to this many times as long (2, 4 or 8).
     """
 
     folder: str
@@ -55,7 +55,7 @@ class TextTask(TokenTask):
         return task
 
     def batches(self, seed: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Windows at random places of the training files; the same for every model given this seed."""
+        """Windows at random places in the training files; every model gets the same ones for a given seed."""
         tokens = _tokens(self.folder, "train")
         generator = torch.Generator().manual_seed(seed)
         while True:
@@ -65,14 +65,14 @@ class TextTask(TokenTask):
 
     @torch.no_grad()
     def evaluate(self, model: Any, seed: int) -> dict[str, Any]:
-        """Validation loss by position and beyond the trained length, the residual ratio, and a sample."""
+        """Validation loss by position and beyond the trained length, write statistics, and a text sample."""
         windows = self._windows(self.evaluation, self.length)
         by_position = _loss_by_position(model, windows)
         found = {}
         if self.longest > 1:
             longer = self._windows(max(1, self.evaluation // self.longest), self.longest * self.length)
             losses = _loss_by_position(model, longer)
-            for factor in (f for f in (2, 4, 8) if f <= self.longest):  # from half of it to all of it
+            for factor in (f for f in (2, 4, 8) if f <= self.longest):  # the second half of each length
                 part = losses[factor * self.length // 2 : factor * self.length]
                 found[f"loss_{factor}x"] = part.mean().item()
         return {
@@ -85,13 +85,13 @@ class TextTask(TokenTask):
         }
 
     def _windows(self, count: int, length: int) -> Tensor:
-        """`count` windows of the validation text, evenly spread, `[count, length + 1]`."""
+        """`count` evenly spaced windows of the validation text, `[count, length + 1]`."""
         tokens = _tokens(self.folder, "validation")
         starts = torch.linspace(0, len(tokens) - length - 1, count).long()
         return tokens[starts[:, None] + torch.arange(length + 1)]
 
     def generate(self, model: Any, seed: int) -> str:
-        """What the model writes after a prompt."""
+        """The model's continuation of a prompt."""
         tokenizer = load_tokenizer(str(Path(self.folder).resolve()))
         ids = torch.tensor([tokenizer.encode(PROMPT)])
         torch.manual_seed(seed)
@@ -107,7 +107,7 @@ class TextTask(TokenTask):
 
 
 def prepare(task: TextTask) -> None:
-    """Train the vocabulary and encode the corpus into `task.folder`, unless it is there."""
+    """Train the vocabulary and encode the corpus into `task.folder`, unless that is done."""
     folder = Path(task.folder)
     if (folder / "validation.npy").exists():  # written last
         return
@@ -120,7 +120,7 @@ def prepare(task: TextTask) -> None:
 
 
 def corpus(split: str, megabytes: float) -> list[str]:
-    """Files of one split in an order that mixes the library, up to so many megabytes."""
+    """Shuffled files of one split, up to so many megabytes."""
     texts = list(stdlib_documents(split))
     random.Random(0).shuffle(texts)
     sizes = np.cumsum([len(text) for text in texts])

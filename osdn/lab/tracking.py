@@ -2,9 +2,9 @@
 
 The word problem of Merrill et al. 2024, "The Illusion of State" (https://arxiv.org/abs/2404.08819): every
 token is an element of a group, and its label is the product of all elements so far.  Parity is the group of
-two elements, S3 and S5 are the permutations of three and five things.  A linear recurrence whose transition
-has only eigenvalues between 0 and 1 cannot do parity; write strengths up to 2 give it negative ones (Grazzi
-et al. 2024, https://arxiv.org/abs/2411.12537).
+two elements; S3 and S5 are the permutations of three and five items.  A linear recurrence whose transition
+matrix has only eigenvalues between 0 and 1 cannot compute parity; write strengths up to 2 add negative ones
+(Grazzi et al. 2024, https://arxiv.org/abs/2411.12537).
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from osdn.lab.synthetic import SyntheticTask, at_least
 
-POINTS = {"parity": 2, "s3": 3, "s5": 5}  # things that are permuted
+POINTS = {"parity": 2, "s3": 3, "s5": 5}  # how many items are permuted
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class TrackingTask(SyntheticTask):
 
     Args:
         group: parity, s3 or s5.
-        length: tokens in a sequence.
-        evaluation: sequences for each accuracy that is reported.
+        length: tokens per sequence.
+        evaluation: sequences per reported accuracy.
     """
 
     group: Literal["parity", "s3", "s5"] = "s3"
@@ -57,7 +57,7 @@ class TrackingTask(SyntheticTask):
 
 @cache
 def products(points: int) -> Tensor:
-    """The multiplication table of all permutations of so many things: `[a, b]` is b after a."""
+    """The multiplication table of all permutations of so many items: `[a, b]` is a followed by b."""
     elements = list(permutations(range(points)))
     place = {element: i for i, element in enumerate(elements)}
     return torch.tensor([[place[tuple(b[i] for i in a)] for b in elements] for a in elements])

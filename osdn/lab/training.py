@@ -1,12 +1,12 @@
 """One model, one task, one seed: the training loop of the lab.
 
-Models that are to be compared meet the same batches in the same order, and start from the same weights: those
-of the plain backbone, online scaling adding none or a few that start neutral.
+Models that are to be compared see the same batches in the same order and start from the same weights, those
+of the plain backbone; online scaling adds none, or a few that have no effect at first.
 
-A run with `budgets` says what the model could do after a part of its steps.  A cosine would not: at half of
-the steps its learning rate is still high.  So the rate is constant after a warm-up, and for every budget a
-copy of the model branches off and decays it to zero by that budget's end, on the batches that come next in
-any case (Hägele et al. 2024, https://arxiv.org/abs/2405.18392).
+A run with `budgets` measures the model after part of its steps as if training had ended there.  A cosine
+schedule cannot do that: halfway through, its learning rate is still high.  So the rate is constant after a
+warm-up, and for every budget a copy of the model branches off and decays the rate to zero by the end of that
+budget, on the batches that come next anyway (Hägele et al. 2024, https://arxiv.org/abs/2405.18392).
 """
 
 import copy
@@ -24,13 +24,13 @@ from osdn.lab.variants import Variant
 from osdn.models import OSDNForCausalLM
 from osdn.zoo import causal_lm
 
-POINTS = 50  # of a learning curve
-DECAY = 0.2  # share of a budget in which the learning rate decays
+POINTS = 50  # points of a learning curve
+DECAY = 0.2  # share of a budget over which the learning rate decays
 OnStep = Callable[[float, float], None]
 
 
 class Task(Protocol):
-    """What can be trained on: batches of inputs and labels `[B, T]`, the label beside its input."""
+    """What a model can train on: batches of inputs and labels `[B, T]`, aligned by position."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -42,7 +42,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """All that determines a result; `budgets` are rising shares of the steps, the last of them 1."""
+    """Everything that determines a result; `budgets` are increasing shares of the steps, ending in 1."""
 
     task: Any  # a Task that is a dataclass
     variant: Variant
@@ -59,18 +59,18 @@ class Run:
         return asdict(self) | {"experiment": type(self.task).__name__, "variant": self.variant.label}
 
     def ends(self) -> list[tuple[int, int]]:
-        """For every budget the steps after which its decay begins and ends."""
+        """For every budget, the steps after which its decay starts and ends."""
         ends = [max(1, round(share * self.steps)) for share in self.budgets]
         return [(end - max(1, round(DECAY * end)), end) for end in ends]
 
     @property
     def updates(self) -> int:
-        """Steps that are computed, those of the branches included."""
+        """The number of steps computed, including those of the branches."""
         return self.steps + sum(end - start for start, end in self.ends()[:-1])
 
 
 class Learner:
-    """A model, its optimizer and its learning curve, as rows of step, loss and accuracy."""
+    """A model, its optimizer, and its learning curve as rows of step, loss and accuracy."""
 
     def __init__(self, run: Run, on_step: OnStep | None = None) -> None:
         self.run, self.model, self.curve = run, build(run), list[dict[str, float]]()
@@ -80,7 +80,7 @@ class Learner:
         self.step, self.recent, self.on_step = 0, list[tuple[float, float]](), on_step
 
     def learn(self, batch: tuple[Tensor, Tensor], rate: float) -> None:
-        """One step, at a share of the learning rate."""
+        """Take one step; `rate` is a share of the learning rate."""
         inputs, labels = batch
         logits, answers = self.run.task.logits(self.model, inputs, labels), labels[labels >= 0]
         loss = F.cross_entropy(logits, answers)
@@ -101,12 +101,12 @@ class Learner:
             self.recent = []
 
     def branch(self) -> "Learner":
-        """A copy that learns on without this one."""
+        """A copy that trains independently of this learner."""
         return copy.deepcopy(self, {id(self.run): self.run, id(self.on_step): self.on_step})
 
 
 def train(run: Run, on_step: OnStep | None = None) -> tuple[nn.Module, Any]:
-    """The trained model, and its learning curve; `on_step(loss, accuracy)` is called after every step."""
+    """The trained model and its learning curve; `on_step(loss, accuracy)` is called after every step."""
     learner = Learner(run, on_step)
     batches = run.task.batches(run.seed, run.batch)
     for step, batch in zip(range(run.steps), batches):
@@ -115,7 +115,7 @@ def train(run: Run, on_step: OnStep | None = None) -> tuple[nn.Module, Any]:
 
 
 def train_in_budgets(run: Run, on_step: OnStep | None = None) -> Iterator[Learner]:
-    """For every budget a learner whose rate has decayed by its end."""
+    """Yields, for every budget, a learner whose rate has decayed by the end of that budget."""
     trunk = Learner(run, on_step)
     batches = run.task.batches(run.seed, run.batch)
     warmup = max(1, run.ends()[0][1] // 10)
@@ -134,8 +134,8 @@ def train_in_budgets(run: Run, on_step: OnStep | None = None) -> Iterator[Learne
 def execute(run: Run, on_step: OnStep | None = None) -> dict[str, Any]:
     """Train and evaluate.
 
-    With budgets the numbers of each are in `budgets`, and only the writes of the last beside them: files of
-    many runs must stay small.
+    With budgets, the numbers of each are in `budgets`; writes are saved only for the last one, to keep the
+    files of many runs small.
     """
     if not run.budgets:
         model, curve = train(run, on_step)
@@ -150,7 +150,7 @@ def execute(run: Run, on_step: OnStep | None = None) -> dict[str, Any]:
 
 
 def build(run: Run) -> Any:
-    """The model before training; variants of one backbone share every weight they have in common."""
+    """The model before training; variants of a backbone start with the same values in all shared weights."""
     config = run.variant.config(
         run.width, num_hidden_layers=run.layers, vocab_size=run.task.vocab_size, backend=run.backend
     )
@@ -164,13 +164,13 @@ def build(run: Run) -> Any:
         shapes = {name: x.shape for name, x in model.state_dict().items()}
         shared = {name: x for name, x in plain.state_dict().items() if shapes[name] == x.shape}
         model.load_state_dict(shared, strict=False)
-    torch.manual_seed(run.seed)  # what a task adds does not depend on how many numbers the mixers drew
+    torch.manual_seed(run.seed)  # what a task adds must not depend on how many numbers the mixers drew
     run.task.adapt(model)
     return model.train()
 
 
 def warmup_cosine(step: int, steps: int) -> float:
-    """A tenth of the steps up, then half a cosine down."""
+    """Linear warm-up over a tenth of the steps, then a cosine decay."""
     warmup = max(1, steps // 10)
     if step < warmup:
         return (step + 1) / warmup

@@ -1,9 +1,10 @@
-"""The models of the lab by name: the variants, their ablations, sweeps, and the rows of the zoo.
+"""The models of the lab by name: the variants, their ablations and sweeps, and the rows of the zoo.
 
-`osdn-apf` is a variant, `osdn-apf-hybrid` the same with every fourth layer (or, of fewer, the last) full
-attention, `osdn+d0` an ablation, `delta_net+pgdn` a plain backbone with another preconditioner and
-`gdn+comba` one with another update; `--eta 0.01 0.1` replaces every variant of the paper's rule by one copy
-per step size.  `gla` is a row of the zoo; where a variant has the same name, the row is `zoo:delta_net`.
+`osdn-apf` is a variant, and `osdn-apf-hybrid` the same with full attention in every fourth layer (in the
+last, if there are fewer).  `osdn+d0` is an ablation, `delta_net+pgdn` a plain backbone with another
+preconditioner, `gdn+comba` one with another update.  `--eta 0.01 0.1` replaces every variant of the paper's
+rule by one copy per step size.  `gla` is a row of the zoo; if a variant has the same name, the row is
+`zoo:delta_net`.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from osdn.models import OSDNConfig
 from osdn.models.presets import VARIANTS
 from osdn.zoo import RECURRENCES
 
-# Settings of the preconditioner that may follow a plus, by the rule of the variant before it.  Those of the
-# paper's rule are its "OSDN Variant Ablations" and "OSDN implementation".
+# What may follow a plus, by the rule of the variant: a name and the preconditioner settings it changes.
+# Those of the paper's rule are from its "OSDN Variant Ablations" and "OSDN implementation".
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"pgdn": {"rule": "pgdn"}},
     "hypergradient": {
@@ -34,16 +35,16 @@ ABLATIONS = CHANGES["hypergradient"]
 
 @dataclass(frozen=True)
 class Variant:
-    """A name, and what a sweep changed; None is the variant's own.
+    """A name, and what a sweep changes; None keeps the variant's own value.
 
     Args:
-        name: of a variant, perhaps with "-hybrid" after it, perhaps with an ablation or an update after a
-            plus; or of a row of the zoo.
+        name: a variant, optionally followed by "-hybrid" and by a plus and an ablation or update; or a row
+            of the zoo.
         eta: step size of the paper's rule.
-        bounds: its box.
-        beta_bias: where a learned bias of the write gate starts; None is a gate without one.
-        write_scale: a factor of every write strength; 2 allows strengths up to 2.
-        heads: how many; None is the tiny presets' two.
+        bounds: box of the paper's rule.
+        beta_bias: initial value of a learned bias of the write gate; None is a gate without a bias.
+        write_scale: factor for every write strength; 2 allows strengths up to 2.
+        heads: number of heads; None is two, as in the tiny presets.
     """
 
     name: str
@@ -57,26 +58,27 @@ class Variant:
         base, change = self.base, self.name.partition("+")[2]
         if base not in VARIANTS and self.row is None:
             raise ValueError(
-                f"there is no variant {base!r}; there are {', '.join(VARIANTS)}, "
-                f"and of the zoo {', '.join(name for name in RECURRENCES if name not in VARIANTS)}"
+                f"there is no variant {base!r}; choose from {', '.join(VARIANTS)}, or from the zoo: "
+                f"{', '.join(name for name in RECURRENCES if name not in VARIANTS)}"
             )
         if self.row is not None and (self.beta_bias is not None or self.write_scale != 1):
             raise ValueError(f"{base} is a row of the zoo; it has no beta_bias or write_scale")
         if not self.scales and (self.eta is not None or self.bounds is not None):
             raise ValueError(f"{base} does not scale online; it has no eta or box")
         if change and change not in self._changes() and self.update_rule is None:
-            known = ", ".join([*self._changes(), *self._updates()]) or "none for it"
-            raise ValueError(f"there is no ablation {change!r} of {base}; there are {known}")
+            known = ", ".join([*self._changes(), *self._updates()])
+            hint = f"choose from {known}" if known else "it has none"
+            raise ValueError(f"there is no ablation {change!r} of {base}; {hint}")
 
     @property
     def row(self) -> str | None:
-        """The row of the zoo that is meant, if one is."""
+        """The row of the zoo with this name, if it is one."""
         row = self.name.removeprefix("zoo:")
         return row if row in RECURRENCES and self.name not in VARIANTS else None
 
     @property
     def base(self) -> str:
-        """The variant without an ablation, and without attention."""
+        """The name without ablation, update and "-hybrid"."""
         return self.name.partition("+")[0].removesuffix("-hybrid")
 
     @property
@@ -85,17 +87,17 @@ class Variant:
 
     @property
     def backbone(self) -> str:
-        """What a variant is compared within: its mixer, and whether there is attention beside it."""
+        """The group in which variants are compared: the mixer, and whether there are attention layers."""
         return self.row or VARIANTS[self.base][0] + ("-hybrid" if self.hybrid else "")
 
     @property
     def plain(self) -> bool:
-        """Whether it is a backbone with nothing but the plain delta rule."""
+        """Whether it is a backbone with the plain delta rule."""
         return self.row is None and self.preconditioner is None and self.update_rule is None
 
     @property
     def scales(self) -> bool:
-        """Whether it scales its writes by the paper's rule, whose settings can be swept."""
+        """Whether it uses the paper's rule, whose settings can be swept."""
         return self.row is None and _rule(VARIANTS[self.base][1]) == "hypergradient"
 
     def _changes(self) -> dict[str, dict[str, Any]]:
@@ -108,13 +110,13 @@ class Variant:
 
     @property
     def update_rule(self) -> str | None:
-        """The update that follows a plain backbone's name; None is the delta rule."""
+        """The update named after the plus of a plain backbone; None is the delta rule."""
         change = self.name.partition("+")[2]
         return change if change in self._updates() else None
 
     @property
     def preconditioner(self) -> dict[str, Any] | None:
-        """Its settings; None for a plain backbone, another update and a row of the zoo."""
+        """The settings of the preconditioner; None for a plain backbone, another update or a zoo row."""
         if self.row is not None or self.update_rule is not None:
             return None
         base, change = self.base, self.name.partition("+")[2]
@@ -133,9 +135,9 @@ class Variant:
         return self.name + eta + box + bias + factor + heads
 
     def config(self, width: int, **settings: Any) -> OSDNConfig:
-        """The model of this variant at a width, which the tiny presets' proportions follow.
+        """The model of this variant at a width, with the proportions of the tiny presets.
 
-        For a row of the zoo it is the model whose mixers the row replaces.
+        For a row of the zoo, it is the model whose mixers the row replaces.
         """
         if self.row is not None:
             return Variant("delta_net").config(width, **settings)
@@ -159,7 +161,7 @@ def sweep(
     beta_bias: float | None = None,
     write_scale: float = 1.0,
 ) -> list[Variant]:
-    """Every name once, or once for each step size and box if it scales online."""
+    """Every name once, or once per step size and box if it scales online."""
     found = []
     for name in names:
         if not Variant(name).scales:
@@ -171,6 +173,6 @@ def sweep(
 
 
 def baseline_of(variant: Variant, present: Sequence[Variant]) -> Variant:
-    """The plain model of the variant's backbone if it is present, else (as for the zoo) the first of all."""
+    """The plain model of the variant's backbone if present, otherwise (as for zoo rows) the first variant."""
     plain = [v for v in present if v.backbone == variant.backbone and v.plain]
     return (plain or list(present))[0]

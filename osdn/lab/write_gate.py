@@ -1,9 +1,9 @@
-"""The write gate of a plain DeltaNet: where its start matters, and where it fades.
+"""The write gate of a plain DeltaNet: where its initial bias matters, and where the effect fades.
 
-A gate without a bias starts at a write strength of one half; a learned bias starts it lower.  The study
-changes one thing at a time from a base setting (the width, the heads and with them the channels of a key, the
-length of the sequences) on text and on recall, and compares the starts after a quarter, half and all of the
-budget, as the referee does.
+A gate without a bias starts at a write strength of one half; a learned bias can start lower.  The study
+changes one thing at a time from a base setting (the width, the number of heads and with it the key channels
+per head, the sequence length) on text and on recall, and compares initial biases after a quarter, half and
+all of the budget, as the referee does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,13 +21,13 @@ from osdn.lab.text import TextTask
 from osdn.lab.training import Run
 from osdn.lab.variants import Variant
 
-BIASES = (None, 0.0, -2.0, -4.0)  # strengths of 0.5 (no bias, and a learned one), 0.12 and 0.02
+BIASES = (None, 0.0, -2.0, -4.0)  # initial strengths of 0.5 (without and with a learned bias), 0.12 and 0.02
 LEARNING_RATE = 0.005
 
 
 @dataclass(frozen=True)
 class Setting(Trial):
-    """A trial at a width and with a number of heads; `group` is its task, `change` what it departs in."""
+    """A trial with its own width and heads; `group` is its task, `change` its difference from the base."""
 
     width: int = 64
     heads: int = 2
@@ -36,7 +36,7 @@ class Setting(Trial):
 
 
 def _around(base: Setting, lengths: Sequence[int]) -> list[Setting]:
-    """A setting, and those that differ from it in one thing."""
+    """A base setting, and those that differ from it in one thing."""
     K = base.width // base.heads
     changes = [
         *({"width": w, "heads": w // K, "change": f"width {w}"} for w in (32, 128)),
@@ -55,7 +55,7 @@ SETTINGS = (*_around(TEXT, (64, 256)), *_around(RECALL, (128, 256)))
 
 @dataclass(frozen=True)
 class Study:
-    """Every start of the write gate in every setting, on the same seeds."""
+    """Every initial bias of the write gate in every setting, on the same seeds."""
 
     trials: tuple[Setting, ...] = SETTINGS
     biases: tuple[float | None, ...] = BIASES
@@ -71,7 +71,7 @@ class Study:
         return product(self.trials, self.contestants)
 
     def baseline(self, contestant: str) -> str:
-        """A gate without a bias."""
+        """The gate without a bias."""
         return Variant("delta_net").label
 
     def runs(self, setting: Setting, contestant: str) -> list[Run]:
@@ -84,13 +84,13 @@ class Study:
 
 
 def planned(study: Study, folder: Path) -> list[tuple[Trial, list[Run]]]:
-    """What is still to be run, setting by setting."""
+    """The runs that are left, by setting."""
     left = {cell: missing(runs, folder) for cell, runs in study.all_runs().items()}
     return [(s, [run for name in study.contestants for run in left[s, name]]) for s in study.trials]
 
 
 def run_study(study: Study, folder: Path, progress: Progress, jobs: int | None) -> dict[str, Any]:
-    """Run what is missing and compare; what is finished is read from its file."""
+    """Run what is missing and compare; finished runs are read from their files."""
     cells = study.all_runs()
     runs = [run for mine in cells.values() for run in mine]
     bar = progress.add_task("write gate", total=sum(map(cost, runs)), live="")

@@ -1,4 +1,4 @@
-"""The Hugging Face models; importing this registers them with the Auto classes."""
+"""The Hugging Face models; importing this package registers them with the Auto classes."""
 
 from osdn.models.classification import OSDNForSequenceClassification, OSDNForTokenClassification
 from osdn.models.configuration_osdn import OSDNConfig

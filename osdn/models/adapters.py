@@ -1,4 +1,4 @@
-"""What PEFT adapts in our models if nobody names modules."""
+"""The modules that PEFT adapts in our models by default."""
 
 import sys
 
@@ -6,7 +6,7 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def register_lora_targets(model_type: str) -> None:
-    """Tell PEFT, if it is in use, what `LoraConfig(task_type="CAUSAL_LM")` adapts: a mixer's projections."""
+    """Tell PEFT, if it is imported, that `LoraConfig(task_type="CAUSAL_LM")` adapts a mixer's projections."""
     if "peft" in sys.modules:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
 

@@ -1,8 +1,8 @@
 """The attention layers of hybrid models: grouped queries, on the attention interface of `transformers`.
 
-Which kernel runs is `attn_implementation`, by name, as in every model there; masks come from its
+`attn_implementation` selects the kernel by name, as in every model of `transformers`; masks come from its
 `masking_utils`.  A layer sees the batch as `[B, T]`, with padding, whose keys and values are masked.  The
-sequences of a packed row attend one by one, so that no mask has the square of the row's length.
+sequences of a packed row attend one by one, so that no mask grows with the square of the row's length.
 """
 
 from collections.abc import Mapping
@@ -38,11 +38,11 @@ class AttentionConfig:
     """What the attention layers of a hybrid model compute.
 
     Args:
-        num_heads: heads of the queries.
-        num_kv_heads: heads of keys and values, a divisor of `num_heads`; None is `num_heads`.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, a divisor of `num_heads`; None is `num_heads`.
         head_dim: channels per head; None divides the width by `num_heads`.
-        window: how many tokens a `sliding_attention` layer sees, the newest included.
-        rope_theta: base of the rotary position embedding; None is a model without positions.
+        window: how many tokens a `sliding_attention` layer sees, including the current one.
+        rope_theta: base of the rotary position embedding; None means no positions.
         qkv_bias: whether the projections of queries, keys and values have a bias.
         qk_norm: whether queries and keys are normalised per head (RMS, with weights).
         qk_norm_eps: epsilon of these norms.
@@ -61,7 +61,7 @@ class AttentionConfig:
 
     @classmethod
     def of(cls, settings: "Mapping[str, Any] | AttentionConfig", hidden_size: int) -> "AttentionConfig":
-        """The settings in a mapping, all sizes filled in and checked."""
+        """The settings from a mapping, with all sizes filled in and checked."""
         if isinstance(settings, AttentionConfig):
             settings = asdict(settings)
         if not isinstance(settings, Mapping):
@@ -70,7 +70,7 @@ class AttentionConfig:
         if unknown := sorted(set(settings) - set(known)):
             raise ValueError(f"attention has no setting {', '.join(unknown)}; it has {', '.join(known)}")
         if "num_heads" not in settings:
-            raise ValueError("attention needs num_heads, the heads of its queries")
+            raise ValueError("attention needs num_heads, the number of query heads")
         settings = dict(settings)
         heads = settings["num_heads"]
         checks.size("attention.num_heads", heads)
@@ -83,9 +83,9 @@ class AttentionConfig:
                     "change one of them or set attention.head_dim"
                 )
             settings["head_dim"] = hidden_size // heads
-        made = cls(**settings)
-        made._check()
-        return made
+        config = cls(**settings)
+        config._check()
+        return config
 
     def _check(self) -> None:
         for name in ("num_kv_heads", "head_dim", "window"):
@@ -113,19 +113,19 @@ class AttentionConfig:
 
 
 class AttentionInputs(NamedTuple):
-    """What all attention layers of one forward share."""
+    """What all attention layers share in one forward pass."""
 
-    masks: dict[str, Any]  # by the kind of layer; with `pieces`, one for each of them
+    masks: dict[str, Any]  # by kind of layer; with `pieces`, one per piece
     pieces: list[slice] | None  # the sequences of a packed row; None attends within the whole batch
     rotary: tuple[Tensor, Tensor] | None  # cosines and sines, [B, T, head_dim]
     packing: dict[str, Any]  # boundaries, for kernels that take those instead of a mask
-    weights: list[Tensor | None] | None  # where layers put their attention weights, if they are wanted
+    weights: list[Tensor | None] | None  # collects the layers' attention weights, if requested
 
 
 class Attention(nn.Module):
     """Causal attention; parameters are named as in flash-linear-attention.
 
-    The attributes that `transformers`' interface reads are `config`, `layer_idx`, `is_causal` and
+    The interface of `transformers` reads the attributes `config`, `layer_idx`, `is_causal` and
     `num_key_value_groups`.
     """
 
@@ -148,7 +148,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, eps=settings.qk_norm_eps) if settings.qk_norm else None
 
     def forward(self, x: Tensor, inputs: AttentionInputs, past_key_values: Cache | None = None) -> Tensor:
-        """Attend from every token of `x` `[B, T, D]` to itself and those before it."""
+        """Attend from every token of `x` `[B, T, D]` to itself and earlier tokens."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, head_dim]
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -178,7 +178,7 @@ class Attention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, packing: dict[str, Any]
     ) -> tuple[Tensor, Any]:
-        """Outputs `[B, T, heads, head_dim]`, and the weights if the implementation has them."""
+        """Outputs `[B, T, heads, head_dim]`, and the attention weights if the implementation returns them."""
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -196,14 +196,14 @@ def attention_inputs(
     seen: int,
     weights: list[Tensor | None] | None = None,
 ) -> AttentionInputs:
-    """Masks and positions for the attention layers; `seen` tokens are in the cache."""
+    """Masks and positions for the attention layers; `seen` is the number of cached tokens."""
     if attention_mask is not None:
         if cache is None:
             attention_mask = attention_mask[:, attention_mask.shape[1] - layout.T :]
         elif not torch.compiler.is_compiling() and attention_mask.shape[1] != seen + layout.T:
             raise ValueError(
                 f"attention_mask has {attention_mask.shape[1]} columns; attention layers need one for each "
-                f"of the {seen} cached and {layout.T} new tokens"
+                f"of the {seen} cached tokens and {layout.T} new ones"
             )
     packing, pieces, sequences = {}, None, None
     if layout.packed:
@@ -248,7 +248,7 @@ def attention_inputs(
 def _positions(
     layout: Layout, mask: Tensor | None, position_ids: Tensor | None, seen: int, device: torch.device
 ) -> Tensor:
-    """Of every token in its sequence, `[B, T]`: as given, else counted without the padding."""
+    """The position of every token in its sequence, `[B, T]`: as given, or counted without padding."""
     B, T = layout.B, layout.T
     if position_ids is not None:
         return position_ids.expand(B, T)
@@ -260,7 +260,7 @@ def _positions(
 
 
 def _rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every pair's angle, in float32: in half precision they would soon repeat."""
+    """Cosines and sines of every pair's angle, in float32: half precision would confuse late positions."""
     channel = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[..., None].float() * theta ** (-channel / head_dim)
     angles = torch.cat([angles, angles], -1)  # [B, T, head_dim]
@@ -271,7 +271,7 @@ def _boundaries(layout: Layout) -> dict[str, Any]:
     assert layout.cu_seqlens is not None
     if layout.tokens is not None:
         raise ValueError(
-            "flash attention takes packed rows without padding; drop the padding, or use "
+            "flash attention needs packed rows without padding; remove the padding, or use "
             'attn_implementation="sdpa"'
         )
     cuts = layout.cu_seqlens.int()

@@ -1,13 +1,13 @@
-"""What a layer remembers while decoding, in `transformers`' own cache.
+"""The state of a layer during decoding, in the cache of `transformers`.
 
-`transformers` keeps several convolution and recurrent states per layer (`LinearAttentionLayer`), and reorders
-them for beam search, but it asks an attention layer how many tokens were seen, and here there may be none:
-this layer counts them itself.  It registers under the layer type "delta_rule", so that
-`DynamicCache(config=config)` builds it, and `generate` with it.
+`transformers` stores several convolution and recurrent states per layer (`LinearAttentionLayer`) and reorders
+them for beam search.  But it asks an attention layer how many tokens were seen, and there may be none, so
+this layer counts them itself.  It is registered under the layer type "delta_rule", so that
+`DynamicCache(config=config)`, and with it `generate`, builds it.
 
-A recurrent state cannot be cropped.  Where it may have to be, as in assisted decoding, the layer keeps the
-state that it started from and the inputs since; cropping goes back to that state, and the inputs that remain
-are read again together with the next ones.
+A recurrent state cannot be cropped.  If that may be necessary, as in assisted decoding, the layer keeps an
+earlier state and the inputs since then.  Cropping returns to that state, and the remaining inputs are read
+again together with the next ones.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     """Recurrent state 0 is S, 1 is the scale; convolution states 0 to 2 are the tails of q, k and v."""
 
     _layer_type = "delta_rule"
-    is_croppable = True  # once it records its past
+    is_croppable = True  # while it records its past
 
     def __init__(self, **kwargs: Any) -> None:
         CacheLayerMixin.__init__(self)
@@ -33,21 +33,21 @@ class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def _forget(self) -> None:
         self.inputs: list[Tensor] = []  # [B, T, D] each, since `snapshot`
-        self.snapshot: MixerState | None = None  # the state before `inputs`; None is the state of no tokens
-        self.unread: Tensor | None = None  # inputs that a crop has left, and the state does not know
+        self.snapshot: MixerState | None = None  # the state before `inputs`; None is the empty state
+        self.unread: Tensor | None = None  # inputs left by a crop that the state does not include yet
 
     def load(self) -> MixerState | None:
         if not self.has_previous_state[0]:
             return None
         states = [*(self.recurrent_states[i] for i in range(2)), *(self.conv_states[i] for i in range(3))]
-        if torch.is_grad_enabled():  # a backward reads what the next `update` writes over
+        if torch.is_grad_enabled():  # the backward pass reads what the next `update` overwrites
             states = [None if x is None else x.clone() for x in states]
         return MixerState(*states)
 
     def update(self, state: MixerState, inputs: Tensor) -> None:
-        """Keep a copy of `state`, at an address that does not change; no gradient flows through it.
+        """Store a copy of `state` at a fixed address; no gradient flows through it.
 
-        `inputs` are those that led to it, `unread` ones among them.
+        `inputs` are those that led to it, including the `unread` ones.
         """
         if self.record_past:
             self._record(inputs.detach(), len(state.recurrent))
@@ -58,7 +58,7 @@ class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
             for states in (self.recurrent_states, self.conv_states):
                 for i in range(len(states)):
-                    if states[i] is not None and states[i].is_inference():  # which nothing may change now
+                    if states[i] is not None and states[i].is_inference():  # cannot be modified out here
                         states[i] = states[i].clone()
         for i, x in enumerate((state.recurrent, state.scale)):
             if x is not None and x is not self.recurrent_states[i]:  # unless it was moved on where it lies
@@ -73,7 +73,7 @@ class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     def _record(self, inputs: Tensor, batch: int) -> None:
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                "a compiled forward records no past; decode with the model that is not compiled"
+                "a compiled forward cannot record its past; decode with the model that is not compiled"
             )
         if len(inputs) != batch:
             raise ValueError(
@@ -85,13 +85,13 @@ class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         self.inputs.append(inputs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens; the past must have been recorded."""
+        """Remove the last `-tokens_to_remove` tokens, which must have been recorded."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
         if not self.record_past:
             raise RuntimeError(
                 "this cache does not record its past, so it cannot be cropped; "
-                "call activate_past_recording() on it before the tokens that are to be removed"
+                "call activate_past_recording() on it before the tokens that may be removed"
             )
         if tokens_to_remove == 0:
             if self.unread is None:
@@ -102,7 +102,7 @@ class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         keep = known + tokens_to_remove
         if keep < 0:
             raise ValueError(f"crop({tokens_to_remove}): {known} tokens were recorded since the last crop")
-        if self.unread is None:  # the state knows them all
+        if self.unread is None:  # the state includes all of them
             if self.snapshot is None:
                 LinearAttentionLayer.reset(self)
             else:
@@ -128,13 +128,13 @@ class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         self._forget()
 
 
-STATIC_LAYER_TYPE_MAPPING["delta_rule"] = DeltaRuleCacheLayer  # its size never grows, so it is static as well
+STATIC_LAYER_TYPE_MAPPING["delta_rule"] = DeltaRuleCacheLayer  # its size never grows, so it is static too
 
 
 def check_cache(cache: Cache, layer_types: list[str], batch: int) -> int:
-    """Refuse a cache that is not one of this model and batch; how many tokens it has seen.
+    """Reject a cache that does not fit the model or the batch; return how many tokens it has seen.
 
-    `transformers` builds a layer of its own for "linear_attention"; as long as it is empty, ours replaces it.
+    `transformers` builds its own layer for "linear_attention"; while it is empty, ours replaces it.
     """
     layers = getattr(cache, "layers", None) or []
     linear = [kind in ("delta_rule", "linear_attention") for kind in layer_types]
@@ -145,7 +145,7 @@ def check_cache(cache: Cache, layer_types: list[str], batch: int) -> int:
     if [isinstance(layer, DeltaRuleCacheLayer) for layer in layers] != linear:
         raise ValueError(
             f"past_key_values is a {type(cache).__name__} with layers {layers}; this model needs "
-            f"{len(linear)} of them, {sum(linear)} being DeltaRuleCacheLayer: "
+            f"{len(linear)} layers, {sum(linear)} of them DeltaRuleCacheLayer: "
             "pass DynamicCache(config=model.config)"
         )
     first = layers[linear.index(True)]

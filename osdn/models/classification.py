@@ -1,4 +1,4 @@
-"""Heads that classify a sequence or its tokens, as `transformers` builds them for every model."""
+"""Heads for sequence and token classification, as `transformers` builds them for every model."""
 
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
@@ -6,7 +6,7 @@ from osdn.models.modeling_osdn import OSDNPreTrainedModel
 
 
 class OSDNForSequenceClassification(GenericForSequenceClassification, OSDNPreTrainedModel):
-    """`OSDNModel` with scores read from the last token that is not padding.
+    """`OSDNModel` with scores from the last token that is not padding.
 
     Batches of several sequences need `config.pad_token_id`.
 

@@ -1,6 +1,6 @@
 """The configuration of all models: a backbone, and the settings of its online preconditioner or None.
 
-A configuration that cannot be built is refused here, with the reason, before any weight is allocated.
+An impossible configuration is rejected here, with the reason, before any weight is allocated.
 """
 
 import os
@@ -26,7 +26,7 @@ MIXERS: dict[str, type[TokenMixer]] = {
     "kda": KimiDeltaAttention,
 }
 
-# Beside every checkpoint, for those who have this package installed and load with `trust_remote_code=True`.
+# Saved with every checkpoint, for loading with `trust_remote_code=True` if this package is installed.
 REMOTE_CODE = "osdn_classes.py"
 AUTO_CLASSES = {
     "AutoConfig": "OSDNConfig",
@@ -38,9 +38,9 @@ AUTO_CLASSES = {
 
 
 class _AllLinear:
-    """The layer types of a model that is no hybrid, as `transformers` reads them to choose a cache.
+    """The layer types of a model that is not a hybrid, which `transformers` reads to choose a cache.
 
-    Not a data descriptor: those of a hybrid are an attribute of the configuration, and come first.
+    It is not a data descriptor, so the attribute of a hybrid's configuration takes precedence.
     """
 
     def __get__(self, config: "OSDNConfig | None", owner: type) -> list[str]:
@@ -54,7 +54,7 @@ ADDED = {
     "output_gate_activation": None,
     "decay_lower_bound": None,
     "update_rule": None,
-}  # saved only where they are set: fields that came after version 0.1
+}  # fields added after version 0.1, saved only if they are set
 
 
 class OSDNConfig(PreTrainedConfig):
@@ -62,28 +62,29 @@ class OSDNConfig(PreTrainedConfig):
 
     Args:
         backbone: "delta_net", "gated_delta_net" or "kda".
-        preconditioner: the settings of a `PreconditionerConfig`, or of the other rule that it names; None is
+        preconditioner: the settings of a `PreconditionerConfig`, or of another rule given by "rule"; None is
             the plain backbone.
-        vocab_size, hidden_size, num_hidden_layers: as everywhere.
-        num_heads: heads of queries and keys.
-        num_v_heads: heads of the values (grouped value attention, not in DeltaNet); None is `num_heads`.
-        head_k_dim: channels of a key; None is `hidden_size / num_heads`.
-        head_v_dim: channels of a value; None is `head_k_dim`.
-        intermediate_size: width of the SwiGLU; None is 8/3 of the hidden size, up to a multiple of 256.
+        vocab_size, hidden_size, num_hidden_layers: as in every model.
+        num_heads: number of query and key heads.
+        num_v_heads: number of value heads (grouped value attention, not in DeltaNet); None is `num_heads`.
+        head_k_dim: channels per key; None is `hidden_size / num_heads`.
+        head_v_dim: channels per value; None is `head_k_dim`.
+        intermediate_size: width of the SwiGLU; None is 8/3 of the hidden size, rounded up to a multiple of
+            256.
         conv_size: width of the short convolutions.
         norm_eps: epsilon of every RMS norm.
-        beta_bias: where a learned bias of the write gate starts; None is a gate without one.
-        write_scale: a constant factor of every write strength.
+        beta_bias: initial value of a learned bias of the write gate; None is a gate without a bias.
+        write_scale: a constant factor for every write strength.
         allow_neg_eigval: whether write strengths reach 2 instead of 1.
-        output_gate_activation: of Gated DeltaNet: "swish" (or "silu"), or "sigmoid"; None is "swish".
-        decay_lower_bound: of KDA: the logarithm of a decay lies between this and 0; None is no bound.
-        update_rule: another update than the plain delta rule: "longhorn", "efla", "kaczmarz", "comba",
+        output_gate_activation: for Gated DeltaNet: "swish" (or "silu") or "sigmoid"; None is "swish".
+        decay_lower_bound: for KDA: the logarithm of a decay lies between this and 0; None is no bound.
+        update_rule: an update other than the plain delta rule: "longhorn", "efla", "kaczmarz", "comba",
             "gdn2" or "product-2" (docs/models.md); it has no preconditioner.
-        initializer_range: standard deviation that projections, convolutions and embeddings start with.
+        initializer_range: standard deviation of the initial projections, convolutions and embeddings.
         max_position_embeddings: the training context, for tools that ask; the model has no positions.
         backend: which implementation of the operators to use.
-        layer_types: the kind of each layer of a hybrid model: "linear_attention" (the backbone's),
-            "full_attention" or "sliding_attention"; left out, all layers are the backbone's.
+        layer_types: the kind of each layer of a hybrid model: "linear_attention" (the backbone),
+            "full_attention" or "sliding_attention"; by default all layers are the backbone's.
         attention: the settings of an `AttentionConfig`, for hybrid models.
 
     >>> OSDNConfig.from_preset("osdn-apf-340m").preconditioner["retention"]
@@ -119,7 +120,7 @@ class OSDNConfig(PreTrainedConfig):
     max_position_embeddings: int = 4096
     attention: dict[str, Any] | None = None
     backend: str = "auto"
-    run_name: str | None = None  # of the run that trained it, written by the trainer
+    run_name: str | None = None  # the run that trained the model, written by the trainer
     use_cache: bool = True
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
@@ -133,11 +134,11 @@ class OSDNConfig(PreTrainedConfig):
                 f"{', '.join(misplaced)} must be set inside preconditioner={{...}}; "
                 f"without a preconditioner there is no scale to apply it to"
             )
-        for alias in kwargs.keys() & self.attribute_map.keys():  # before sizes are derived from them
+        for alias in kwargs.keys() & self.attribute_map.keys():  # other sizes are derived from these
             setattr(self, alias, kwargs.pop(alias))
         if (layer_types := kwargs.pop("layer_types", None)) is not None:
             self.layer_types = list(layer_types)
-        # `transformers` keeps what it does not know, as a later version's fields; not what is only misspelt.
+        # `transformers` keeps unknown fields, which may come from a later version; reject misspelt ones.
         for name in kwargs:
             if meant := get_close_matches(name, self.own_fields(), 1, cutoff=0.7):
                 raise ValueError(f"there is no field {name}; did you mean {meant[0]}?")
@@ -145,8 +146,8 @@ class OSDNConfig(PreTrainedConfig):
         if self.head_k_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
-                    f"hidden_size is {self.hidden_size}, which num_heads = {self.num_heads} does not divide; "
-                    f"change one of them or set head_k_dim"
+                    f"hidden_size is {self.hidden_size}, which is not divisible by num_heads = "
+                    f"{self.num_heads}; change one of them or set head_k_dim"
                 )
             self.head_k_dim = self.hidden_size // self.num_heads
         if self.head_v_dim is None:
@@ -163,7 +164,7 @@ class OSDNConfig(PreTrainedConfig):
         self.validate()
 
     def validate(self) -> None:
-        """Refuse what no model can be built from; `transformers` calls this before it saves."""
+        """Reject an impossible configuration; `transformers` also calls this before saving."""
         self._check_sizes()
         if self.backbone not in MIXERS:
             raise ValueError(f"backbone is {self.backbone!r}; it must be one of {', '.join(MIXERS)}")
@@ -193,23 +194,25 @@ class OSDNConfig(PreTrainedConfig):
     def _check_layers(self) -> None:
         if not self.is_hybrid:
             if self.attention is not None:
-                raise ValueError("attention is for hybrid models; say in layer_types which layers have it")
+                raise ValueError(
+                    "attention is for hybrid models; set layer_types to choose the layers with it"
+                )
             return
         kinds = self.layer_types
         if unknown := sorted({str(kind) for kind in kinds} - set(LAYER_TYPES)):
-            raise ValueError(f"layer_types has {', '.join(unknown)}; there are {', '.join(LAYER_TYPES)}")
+            raise ValueError(f"layer_types has {', '.join(unknown)}; choose from {', '.join(LAYER_TYPES)}")
         if len(kinds) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types has {len(kinds)} entries; num_hidden_layers is {self.num_hidden_layers}"
             )
         if "linear_attention" not in kinds:
-            raise ValueError("layer_types has no linear_attention: without one this would be a Transformer")
+            raise ValueError("layer_types has no linear_attention; at least one layer must be the backbone's")
         if {FULL, SLIDING} & set(kinds):
             if self.attention is None:
                 raise ValueError('hybrid models need attention={"num_heads": ...}, the settings of attention')
             settings = AttentionConfig.of(self.attention, self.hidden_size)
             if SLIDING in kinds and settings.window is None:
-                raise ValueError("a sliding_attention layer needs attention.window, the tokens that it sees")
+                raise ValueError("sliding_attention needs attention.window, the number of tokens it sees")
 
     def _check_sizes(self) -> None:
         for name in (
@@ -231,11 +234,11 @@ class OSDNConfig(PreTrainedConfig):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Save it, and beside it a file that finds the classes without an `import osdn` before it."""
+        """Save the configuration, and a file that makes the classes loadable without `import osdn`."""
         self.auto_map = {
             auto: f"{REMOTE_CODE.removesuffix('.py')}.{name}" for auto, name in AUTO_CLASSES.items()
         }
-        if not os.path.isfile(save_directory):  # which the next line refuses
+        if not os.path.isfile(save_directory):  # the library rejects a file below
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             names = ", ".join(sorted(AUTO_CLASSES.values()))
             (Path(save_directory) / REMOTE_CODE).write_text(f"from osdn import {names}  # pip install osdn\n")
@@ -243,7 +246,7 @@ class OSDNConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing is left to do: every checkpoint names its classes (see `save_pretrained`)."""
+        """Does nothing: every checkpoint already names its classes (see `save_pretrained`)."""
 
     @property
     def strongest(self) -> float:
@@ -257,7 +260,7 @@ class OSDNConfig(PreTrainedConfig):
 
     @property
     def linear_layers(self) -> int:
-        """How many layers are the backbone's."""
+        """The number of backbone layers."""
         return sum(kind in ("delta_rule", "linear_attention") for kind in self.layer_types)
 
     @property
@@ -266,7 +269,7 @@ class OSDNConfig(PreTrainedConfig):
         return None if self.attention is None else self.attention["window"]
 
     def to_dict(self) -> dict[str, Any]:
-        register_lora_targets(self.model_type)  # PEFT asks for this before it looks for the modules to adapt
+        register_lora_targets(self.model_type)  # PEFT calls this before it looks up the modules to adapt
         content = super().to_dict()
         for name, usual in ADDED.items():
             if content.get(name) == usual:
@@ -295,16 +298,16 @@ class OSDNConfig(PreTrainedConfig):
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "OSDNConfig":
-        """One of the paper's models, say "osdn-340m", with any field replaced; `osdn.PRESETS` lists them."""
+        """One of the paper's models, such as "osdn-340m", with any field replaced; see `osdn.PRESETS`."""
         from osdn.models.presets import PRESETS, every_fourth
 
         if name not in PRESETS:
-            raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+            raise ValueError(f"there is no preset {name!r}; choose from {', '.join(PRESETS)}")
         known = {field.name for field in fields(cls)} | cls.attribute_map.keys()
         known |= {"num_labels", "layer_types"}
         if unknown := sorted(overrides.keys() - known):
             raise ValueError(
-                f"there is no field {', '.join(unknown)}; there are {', '.join(cls.own_fields())}"
+                f"there is no field {', '.join(unknown)}; choose from {', '.join(cls.own_fields())}"
             )
         settings = PRESETS[name] | overrides
         if "layer_types" in PRESETS[name] and "layer_types" not in overrides:
@@ -313,5 +316,5 @@ class OSDNConfig(PreTrainedConfig):
 
     @classmethod
     def own_fields(cls) -> list[str]:
-        """The fields that are not those of every model."""
+        """The fields that are specific to these models."""
         return [*(field.name for field in fields(cls) if field.name in cls.__annotations__), "layer_types"]

@@ -1,4 +1,4 @@
-"""What a model costs: parameters, what a sequence keeps, flops per token, next to the paper's figures."""
+"""The costs of a model: parameters, state per sequence and flops per token, next to the paper's figures."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,14 @@ from osdn.models.attention import FULL, SLIDING, AttentionConfig
 from osdn.models.checkpoints import saved_settings
 from osdn.models.configuration_osdn import OSDNConfig
 from osdn.models.identity import preset_of
-from osdn.models.interchange import FORMATS, config_from_flash_linear_attention
+from osdn.models.interchange import CHECKPOINT_FORMATS, config_from_flash_linear_attention
 from osdn.models.modeling_osdn import OSDNForCausalLM
 from osdn.models.presets import PRESETS
 
 MIB = 1024**2
 
 # The paper, tables "Inference throughput and persistent recurrent-state size" and "1.3B / 100B scaling pair":
-# MiB of state per sequence in bfloat16, the scale included where there is one.
+# MiB of state per sequence in bfloat16, including the scale if there is one.
 PAPER_STATE_MIB = {
     "delta_net-340m": 6.000,
     "osdn-340m": 6.047,
@@ -48,21 +48,21 @@ class Description:
     head_v_dim: int
     parameters: int
     preconditioner_parameters: int
-    state_mib: float  # of one sequence in bfloat16, without the convolutions' tails
-    scale_mib: float  # what the scale adds to it
-    forward_flops: int  # of one token, without what attention does with earlier tokens
+    state_mib: float  # per sequence in bfloat16, without the convolutions' tails
+    scale_mib: float  # what the scale adds
+    forward_flops: int  # per token, without attention to earlier tokens
     paper_state_mib: float | None
     attention_layers: int = 0  # of a hybrid model
-    cache_kib_per_token: float = 0.0  # keys and values of full attention, one sequence in bfloat16
-    window_mib: float = 0.0  # keys and values of sliding attention, at the most
-    flops_per_earlier_token: int = 0  # what full attention adds for each token that it sees
+    cache_kib_per_token: float = 0.0  # keys and values of full attention, per sequence in bfloat16
+    window_mib: float = 0.0  # keys and values of sliding attention, at most
+    flops_per_earlier_token: int = 0  # what full attention adds per token it sees
 
     def memory_mib(self, tokens: int) -> float:
-        """What one sequence of so many tokens leaves behind: state, scale, keys and values, in bfloat16."""
+        """The memory of a sequence of so many tokens: state, scale, keys and values, in bfloat16."""
         return self.state_mib + self.scale_mib + self.window_mib + tokens * self.cache_kib_per_token / 1024
 
     def rows(self) -> list[tuple[str, str]]:
-        """Pairs of a label and a value, for people."""
+        """Pairs of a label and a value, for printing."""
         own, scale = self.preconditioner_parameters, self.scale_mib
         own_share, scale_share = 100 * own / self.parameters, 100 * scale / self.state_mib
         rows = [
@@ -98,7 +98,7 @@ class Description:
 
 
 def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
-    """The costs of a model, a configuration, a preset or a saved model's directory; no weights are allocated.
+    """The costs of a model, configuration, preset or saved model's directory; allocates no weights.
 
     >>> describe("osdn-340m").state_mib
     6.0
@@ -131,7 +131,7 @@ def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
 
 
 def _attention_costs(config: OSDNConfig) -> dict[str, Any]:
-    """Two bytes for each number in keys and values; a score and its share of the output take 4 flops each."""
+    """Two bytes per number in keys and values; 4 flops per channel for a score and its output."""
     if config.attention is None:
         return {}
     full, sliding = (config.layer_types.count(kind) for kind in (FULL, SLIDING))
@@ -148,25 +148,26 @@ def _attention_costs(config: OSDNConfig) -> dict[str, Any]:
 
 
 def load_config(name: str | Path) -> OSDNConfig:
-    """The configuration of a preset or of a saved model, ours or flash-linear-attention's."""
+    """The configuration of a preset or of a saved model, ours or one of flash-linear-attention."""
     if str(name) in PRESETS or not Path(name).is_dir():
         return OSDNConfig.from_preset(str(name))
     settings = saved_settings(name)
     kind = settings.get("model_type")
-    if kind in FORMATS:
+    if kind in CHECKPOINT_FORMATS:
         return config_from_flash_linear_attention(settings)
     if kind != OSDNConfig.model_type:
         raise ValueError(
-            f"{name} holds a model of type {kind!r}; it must be one of osdn, {', '.join(FORMATS)}"
+            f"{name} contains a model of type {kind!r}; it must be one of osdn, "
+            f"{', '.join(CHECKPOINT_FORMATS)}"
         )
     return OSDNConfig.from_pretrained(name)
 
 
 def _forward_flops(model: OSDNForCausalLM, config: OSDNConfig) -> int:
-    """Two for each weight of a projection or convolution, and those of the recurrence.
+    """Two per weight of a projection or convolution, plus those of the recurrence.
 
-    The recurrence reads with the key, writes, and reads with the query: three times 2·K·V a head.  The scale
-    takes a dot product, a step and the write key: 8·K a head.  Other elementwise work is left out.
+    The recurrence reads with the key, writes, and reads with the query: three times 2·K·V per head.  The
+    scale takes a dot product, a step and the write key: 8·K per head.  Other elementwise work is not counted.
     """
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv1d)))
     heads, K, V = config.linear_layers * config.num_v_heads, config.head_k_dim, config.head_v_dim
@@ -176,5 +177,5 @@ def _forward_flops(model: OSDNForCausalLM, config: OSDNConfig) -> int:
 
 
 def _block_size(config: OSDNConfig) -> int:
-    """Numbers that the preconditioner carries for each key channel."""
+    """How many numbers the preconditioner carries per key channel."""
     return 0 if config.preconditioner is None else config.preconditioner.get("block_size", 1)

@@ -1,7 +1,7 @@
-"""Who a model is: one name, one digest of its weights, and the block of models it is compared with.
+"""The identity of a model: its name, a digest of its weights, and the block of models it is compared with.
 
-Every result carries these, so that two models with one name, or one model under two paths, are told apart
-wherever results are read.
+Every result carries these, so that two models with the same name are told apart, and one model under two
+paths is recognised.
 """
 
 import hashlib
@@ -14,19 +14,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from osdn.models.configuration_osdn import ADDED, OSDNConfig
 from osdn.models.presets import PRESETS
 
-DIGITS = 16  # of the digest: enough to tell checkpoints apart, short enough to read
+DIGITS = 16  # of a digest: enough to tell checkpoints apart, short enough to read
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a result says of its model."""
+    """The model of a result."""
 
-    model: str  # the name: given by hand, else the run's, else the preset's, else the folder's
-    preset: str | None  # the preset with these shapes and this preconditioner, whose figures the paper prints
+    model: str  # the name: an explicit one, or that of the run, the preset or the folder
+    preset: str | None  # the preset with these shapes and this preconditioner, to look up the paper's figures
     checkpoint: str  # a folder, a name on the hub, or a preset
     weights: str | None  # a digest; None for the random weights of a preset
-    block: str  # models of one block share backbone, sizes and vocabulary, and are compared with each other
-    baseline: bool  # whether this is the block's plain delta rule
+    block: str  # the models of a block share backbone, sizes and vocabulary, and are compared with each other
+    baseline: bool  # whether this is the plain delta rule of its block
 
     def record(self) -> dict[str, Any]:
         """The fields of a result file."""
@@ -36,7 +36,7 @@ class Identity:
 def identify(
     model: PreTrainedModel | PreTrainedConfig, checkpoint: str | Path, name: str | None = None
 ) -> Identity:
-    """The identity of a model that was loaded from `checkpoint`, a folder, a hub name or a preset.
+    """The identity of a model loaded from `checkpoint`, which is a folder, a hub name or a preset.
 
     >>> identify(OSDNConfig.from_preset("osdn-tiny"), "osdn-tiny").block
     'delta_net, 2 layers of width 64, 2 heads of 32 × 32, vocabulary 512'
@@ -55,7 +55,7 @@ def identify(
 
 
 def is_plain(config: PreTrainedConfig) -> bool:
-    """Whether nothing was done to the delta rule's writes."""
+    """Whether the writes are those of the plain delta rule."""
     changes = {"preconditioner": None, "beta_bias": None, "write_scale": 1.0, "update_rule": None}
     return all(getattr(config, name, usual) == usual for name, usual in changes.items())
 
@@ -73,12 +73,12 @@ def preset_of(config: OSDNConfig) -> str | None:
 
 
 def block(config: PreTrainedConfig) -> str:
-    """Models that the paper would compare with each other share a block."""
+    """The block of a model; the paper would compare the models of a block with each other."""
     if not isinstance(config, OSDNConfig):
         return str(config.model_type)
     heads = f"{config.num_heads} heads of {config.head_k_dim} × {config.head_v_dim}"
     layers = f"{config.num_hidden_layers} layers of width {config.hidden_size}"
-    if config.attention is not None:  # which of them, and how, is in the digest
+    if config.attention is not None:  # the digest covers which layers, and their settings
         settings = repr((config.layer_types, sorted(config.attention.items())))
         digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
         layers += f", {config.num_hidden_layers - config.linear_layers} of them attention ({digest})"
@@ -88,7 +88,7 @@ def block(config: PreTrainedConfig) -> str:
 
 
 def weights_digest(checkpoint: str, config: PreTrainedConfig) -> str | None:
-    """SHA-256 of the weight files and config.json of a folder; of a hub name, its commit."""
+    """A SHA-256 of the weight files and config.json of a folder; for a hub name, its commit."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         commit = getattr(config, "_commit_hash", None)

@@ -1,9 +1,9 @@
-"""Checkpoints of flash-linear-attention, in and out.
+"""Loads and saves checkpoints of flash-linear-attention.
 
-The parameters of its DeltaNet, Gated DeltaNet and KDA models have the names and shapes of ours, so that only
-the configuration is translated; those of PGDN's and PKDA's preconditioners have names of their own.  Loading
-is strict: a model that would not compute what was trained is refused, and so is a configuration with a key
-that this module does not know.  What the keys mean was read from version 0.6.
+The parameters of its DeltaNet, Gated DeltaNet and KDA models have the same names and shapes as ours, so only
+the configuration is translated; the preconditioners of PGDN and PKDA have different names.  Loading is
+strict: a model that would not compute what was trained is rejected, and so is a configuration with an unknown
+key.  The meaning of the keys is that of version 0.6.
 """
 
 import json
@@ -19,8 +19,8 @@ from osdn.models.attention import FULL, SLIDING
 from osdn.models.configuration_osdn import OSDNConfig
 from osdn.models.modeling_osdn import OSDNForCausalLM
 
-# model_type: (our backbone, its model class, what it sets by default, the only values that we compute)
-FORMATS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+# model_type: (our backbone, its model class, its defaults, the only values that we support)
+CHECKPOINT_FORMATS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "delta_net": (
         "delta_net",
         "DeltaNetForCausalLM",
@@ -58,7 +58,7 @@ FORMATS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"num_v_heads": None},  # its write gate has one number per key head
     ),
 }
-# What its preconditioner's settings and parameters are called, and what they are called here.
+# Its names for the preconditioner's settings and parameters, and ours.
 PGDN_SETTINGS = {"squash_x": "squash", "squash_eps": "eps", "log_atk_scale_init": "center"}
 PGDN_NAMES = {
     "precond_gated_deltanet": {"a_atk_proj.weight": "a_proj.weight"},
@@ -84,14 +84,14 @@ SAME = (
     "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "allow_neg_eigval",
 )  # fmt: skip
 TRANSLATED = ("hidden_ratio", "attn")
-OWN: dict[str, tuple[str, ...]] = {  # keys of one format alone
+OWN: dict[str, tuple[str, ...]] = {  # keys that not all formats have
     "delta_net": ("expand_k", "expand_v"),
     "gated_deltanet": ("head_dim", "expand_v", "num_v_heads", "output_gate_activation"),
     "kda": ("head_dim", "expand_v", "num_v_heads", "lower_bound", "safe_gate"),
     "precond_gated_deltanet": ("head_dim", "expand_v", "num_v_heads", *PGDN_SETTINGS),
     "precond_kda": ("head_dim", "expand_v", "num_v_heads", "lower_bound", "safe_gate", *PGDN_SETTINGS),
 }
-# What changes how its kernels run, how it was trained or where it was saved, and nothing that is computed.
+# Keys about how its kernels run, how it was trained or where it was saved, which do not affect the results.
 WITHOUT_EFFECT = (
     "attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp",
     "a_log_init_lower", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version",
@@ -108,12 +108,12 @@ def load_flash_linear_attention(
     preconditioner: PreconditionerConfig | Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> OSDNForCausalLM:
-    """A model trained with flash-linear-attention, as it is or with online scaling switched on.
+    """Load a model trained with flash-linear-attention, unchanged or with online scaling switched on.
 
     Args:
         path: a directory or hub name with `config.json` and safetensors.
         preconditioner: settings of the online preconditioner; None keeps the model as it was trained.
-        kwargs: passed on to `from_pretrained`, such as `dtype` or `device_map`.
+        kwargs: passed to `from_pretrained`, such as `dtype` or `device_map`.
     """
     settings, _ = PreTrainedConfig.get_config_dict(path)
     config = config_from_flash_linear_attention(settings, preconditioner)
@@ -125,12 +125,12 @@ def load_flash_linear_attention(
             rf"\.attn\.{re.escape(theirs)}$": f".attn.preconditioner.{ours}" for theirs, ours in names.items()
         },
         use_safetensors=True,
-        ignore_mismatched_sizes=True,  # so that they are listed below with the rest
+        ignore_mismatched_sizes=True,  # they are reported below with the rest
         output_loading_info=True,
         **kwargs,
     )
     if names:
-        model._weight_conversions = None  # saved again it has our names, not those it was loaded from
+        model._weight_conversions = None  # save with our names, not those it was loaded from
     else:
         report["missing_keys"] = {k for k in report["missing_keys"] if ".attn.preconditioner." not in k}
     problems = [
@@ -139,13 +139,13 @@ def load_flash_linear_attention(
         if report[kind]
     ]
     if problems:
-        raise ValueError(f"{path} is not a checkpoint of this model: " + "; ".join(problems))
+        raise ValueError(f"the weights of {path} do not fit its config.json: " + "; ".join(problems))
     return model
 
 
 def save_flash_linear_attention(model: OSDNForCausalLM, path: str | Path) -> None:
-    """Save a model without a preconditioner, or with that of PGDN, for flash-linear-attention to load."""
-    settings = config_to_flash_linear_attention(model.config)  # refuses before anything is written
+    """Save a model for flash-linear-attention; it must have no preconditioner, or that of PGDN."""
+    settings = config_to_flash_linear_attention(model.config)  # raises before anything is written
     names = PGDN_NAMES.get(settings["model_type"], {})
     theirs = {f".attn.preconditioner.{ours}": f".attn.{name}" for name, ours in names.items()}
     weights = {}
@@ -159,22 +159,27 @@ def save_flash_linear_attention(model: OSDNForCausalLM, path: str | Path) -> Non
 def config_from_flash_linear_attention(
     settings: Mapping[str, Any], preconditioner: PreconditionerConfig | Mapping[str, Any] | None = None
 ) -> OSDNConfig:
-    """Our configuration for the contents of its `config.json`."""
+    """Translate its `config.json` into our configuration."""
     kind = settings.get("model_type")
-    if kind not in FORMATS:
-        raise ValueError(f"model_type is {kind!r}; this loads {', '.join(FORMATS)} of flash-linear-attention")
-    backbone, _, defaults, fixed = FORMATS[kind]
+    if kind not in CHECKPOINT_FORMATS:
+        raise ValueError(
+            f"model_type is {kind!r}; of flash-linear-attention's models, only "
+            f"{', '.join(CHECKPOINT_FORMATS)} can be loaded"
+        )
+    backbone, _, defaults, fixed = CHECKPOINT_FORMATS[kind]
     fixed = FIXED | fixed
     handled = {*SAME, *TRANSLATED, *OWN[kind], *fixed}
     if unknown := sorted(settings.keys() - handled - set(WITHOUT_EFFECT)):
         found = ", ".join(f"{k} = {settings[k]!r}" for k in unknown)
         raise ValueError(
-            f"this {kind} model cannot be loaded: it has {found}, and what that computes is not known here; "
-            f"known are {', '.join(sorted(handled))}, and, having no effect, {', '.join(WITHOUT_EFFECT)}"
+            f"this {kind} model cannot be loaded: it has {found}, whose meaning is not known; known keys are "
+            f"{', '.join(sorted(handled))}, and those without effect are {', '.join(WITHOUT_EFFECT)}"
         )
     settings = {**defaults, **settings}
     different = [
-        f"{k} = {settings[k]!r} (we compute {v!r})" for k, v in fixed.items() if settings.get(k, v) != v
+        f"{k} = {settings[k]!r} (only {v!r} is supported)"
+        for k, v in fixed.items()
+        if settings.get(k, v) != v
     ]
     if different:
         raise ValueError(f"this {kind} model cannot be loaded: {', '.join(different)}")
@@ -182,17 +187,15 @@ def config_from_flash_linear_attention(
     key = settings.get("head_dim") or width * settings["expand_k"] / heads
     value = (width / heads if kind == "delta_net" else key) * settings["expand_v"]
     if key != int(key) or value != int(value):
-        raise ValueError(f"heads of {key} key and {value} value channels: they must be whole numbers")
+        raise ValueError(f"heads have {key} key and {value} value channels; these must be whole numbers")
     if kind in PGDN_NAMES:
         if preconditioner is not None:
-            raise ValueError(
-                f"a {kind} model has a preconditioner of its own; load it with preconditioner=None"
-            )
+            raise ValueError(f"a {kind} model already has a preconditioner; load it with preconditioner=None")
         own = {ours: settings[theirs] for theirs, ours in PGDN_SETTINGS.items() if theirs in settings}
         preconditioner = {"rule": "pgdn", **own}
     same = {k: settings[k] for k in (*SAME, "num_v_heads", "output_gate_activation") if k in settings}
     if same.get("output_gate_activation") in ("swish", "silu"):
-        del same["output_gate_activation"]  # as always
+        del same["output_gate_activation"]  # the default
     if same.get("intermediate_size") is None:
         ratio = settings.get("hidden_ratio")
         same["intermediate_size"] = 256 * -(-int(width * (4 if ratio is None else ratio) * 2 / 3) // 256)
@@ -210,7 +213,7 @@ def config_from_flash_linear_attention(
 
 
 def _hybrid(attn: Any, layers: int) -> dict[str, Any]:
-    """Our `layer_types` and `attention` for its `attn`: None, a dictionary, or a list of them."""
+    """Translate its `attn` (None, a dictionary or a list of them) into our `layer_types` and `attention`."""
     if not attn:
         return {}
     kinds, found = ["linear_attention"] * layers, []
@@ -218,8 +221,8 @@ def _hybrid(attn: Any, layers: int) -> dict[str, Any]:
     for spec in [attn] if isinstance(attn, Mapping) else attn:
         if unknown := sorted(set(spec) - set(ATTENTION)):
             raise ValueError(
-                f"attn has {', '.join(f'{k} = {spec[k]!r}' for k in unknown)}, and what that computes is not "
-                f"known here; known are {', '.join(ATTENTION)}"
+                f"attn has {', '.join(f'{k} = {spec[k]!r}' for k in unknown)}, whose meaning is not known; "
+                f"known keys are {', '.join(ATTENTION)}"
             )
         window = spec.get("window_size")
         for i in spec["layers"]:
@@ -230,11 +233,9 @@ def _hybrid(attn: Any, layers: int) -> dict[str, Any]:
         settings = {k: spec[k] for k in ("num_heads", "num_kv_heads", "qkv_bias", "qk_norm") if k in spec}
         found.append(settings | {"rope_theta": spec.get("rope_theta", 10_000.0)})
     if any(settings != found[0] for settings in found) or len(windows) > 1:
-        raise ValueError(
-            f"attn = {attn!r}: attention layers can differ in whether they have the window alone"
-        )
+        raise ValueError(f"attn = {attn!r}: attention layers may only differ in whether they have the window")
     if found[0]["rope_theta"] is None:
-        raise ValueError("attn.rope_theta is None; flash-linear-attention has no attention without positions")
+        raise ValueError("attn.rope_theta is None, but attention in flash-linear-attention needs positions")
     norm = {"qk_norm_eps": QK_NORM_EPS} if found[0].get("qk_norm") else {}
     return {
         "layer_types": kinds,
@@ -243,7 +244,7 @@ def _hybrid(attn: Any, layers: int) -> dict[str, Any]:
 
 
 def _attn(config: OSDNConfig) -> dict[str, Any] | list[dict[str, Any]] | None:
-    """Its `attn` for our attention layers."""
+    """Translate our attention layers into its `attn`."""
     if config.attention is None:
         return None
     settings = config.attention
@@ -251,7 +252,7 @@ def _attn(config: OSDNConfig) -> dict[str, Any] | list[dict[str, Any]] | None:
     if different := [f"{k} = {settings[k]!r}" for k, v in wanted.items() if settings[k] != v]:
         raise ValueError(f"the attention of flash-linear-attention has no {', '.join(different)}")
     if settings["rope_theta"] is None:
-        raise ValueError("flash-linear-attention has no attention without positions (rope_theta = None)")
+        raise ValueError("rope_theta is None, but attention in flash-linear-attention needs positions")
     specs = [
         {
             "layers": [i for i, found in enumerate(config.layer_types) if found == kind],
@@ -265,30 +266,30 @@ def _attn(config: OSDNConfig) -> dict[str, Any] | list[dict[str, Any]] | None:
 
 
 def config_to_flash_linear_attention(config: OSDNConfig) -> dict[str, Any]:
-    """The contents of its `config.json` for our configuration."""
+    """Translate our configuration into its `config.json`."""
     settings = config.preconditioner
     pgdn = settings is not None and settings.get("rule") == "pgdn" and config.backbone != "delta_net"
     if settings is not None and not pgdn:
         raise ValueError(
-            "flash-linear-attention has no online preconditioner but that of PGDN and PKDA; save this model "
-            "with save_pretrained, or build it with preconditioner=None first"
+            "flash-linear-attention has no online preconditioner except those of PGDN and PKDA; save this "
+            "model with save_pretrained, or build it with preconditioner=None first"
         )
     if config.update_rule is not None:
         raise ValueError(
-            f"update_rule is {config.update_rule!r}; flash-linear-attention is given plain delta rules only: "
-            "save this model with save_pretrained"
+            f"update_rule is {config.update_rule!r}; only plain delta rules can be saved for "
+            "flash-linear-attention: save this model with save_pretrained"
         )
     if config.beta_bias is not None or config.write_scale != 1:
         raise ValueError(
-            f"beta_bias is {config.beta_bias} and write_scale {config.write_scale}; the write gates of "
-            "flash-linear-attention have neither: save this model with save_pretrained"
+            f"beta_bias is {config.beta_bias} and write_scale is {config.write_scale}; "
+            "flash-linear-attention has neither: save this model with save_pretrained"
         )
     kind = next(
         kind
-        for kind, (backbone, *_) in FORMATS.items()
+        for kind, (backbone, *_) in CHECKPOINT_FORMATS.items()
         if backbone == config.backbone and (kind in PGDN_NAMES) == pgdn
     )
-    _, architecture, _, fixed = FORMATS[kind]
+    _, architecture, _, fixed = CHECKPOINT_FORMATS[kind]
     if kind == "delta_net":
         heads = {"expand_k": config.num_heads * config.head_k_dim / config.hidden_size}
         heads["expand_v"] = config.num_heads * config.head_v_dim / config.hidden_size
@@ -306,7 +307,7 @@ def config_to_flash_linear_attention(config: OSDNConfig) -> dict[str, Any]:
     if kind == "precond_kda":
         if config.num_v_heads != config.num_heads:
             raise ValueError(
-                "a precond_kda model of flash-linear-attention has as many value as key heads here"
+                "a precond_kda model of flash-linear-attention must have as many value heads as key heads"
             )
         same["num_v_heads"] = None
     if pgdn:

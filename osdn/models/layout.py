@@ -1,9 +1,8 @@
-"""How the tokens of a batch are laid out: as they come, or as one row of sequences without padding between.
+"""The layout of a batch's tokens: unchanged, or as one row of sequences without padding.
 
-Sequences of different lengths never meet padding: a padded batch is gathered into one packed row before the
-first block and spread out again after the last, so that state, scale and convolutions see real tokens only
-and padding costs nothing.  While a program is traced no size may depend on the data; padding then follows the
-row as a sequence of its own.
+A padded batch is gathered into one packed row before the first block and spread out again after the last.  So
+state, scale and convolutions see only real tokens, and padding costs nothing.  While a program is traced, no
+size may depend on the data; padding is then appended to the row as a separate sequence.
 """
 
 from typing import NamedTuple
@@ -16,28 +15,24 @@ from osdn.ops import checks
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a batch `[B, T]` are, as the layers see them."""
+    """How the layers see the tokens of a batch `[B, T]`."""
 
     B: int
     T: int
-    tokens: Tensor | None = (
-        None  # their places in the flattened batch, in a row; None for all of them, in order
-    )
-    cu_seqlens: Tensor | None = (
-        None  # [N + 1] boundaries of the sequences in that row; None for a plain batch
-    )
-    packed: bool = False  # whether a row of the batch holds several sequences
-    padding: Tensor | None = None  # [B, T]; where it is given, the padding is the last of the row's sequences
+    tokens: Tensor | None = None  # places of the row's tokens in the flattened batch; None: all, in order
+    cu_seqlens: Tensor | None = None  # [N + 1] boundaries of the row's sequences; None for a plain batch
+    packed: bool = False  # whether a row of the batch contains several sequences
+    padding: Tensor | None = None  # [B, T]; if given, the padding is the last sequence of the row
 
     def gather(self, x: Tensor) -> Tensor:
-        """`[B, T, D]` to what the layers see: the same, or `[1, tokens, D]`."""
+        """Turn `[B, T, D]` into what the layers see: the same, or `[1, tokens, D]`."""
         if self.cu_seqlens is None:
             return x
         x = x.reshape(1, self.B * self.T, x.shape[-1])
         return x if self.tokens is None else x[:, self.tokens]
 
     def spread(self, x: Tensor) -> Tensor:
-        """The inverse of `gather`, with zeros at padding."""
+        """The inverse of `gather`, with zeros for padding."""
         if self.cu_seqlens is None:
             return x
         if self.tokens is not None:
@@ -46,11 +41,11 @@ class Layout(NamedTuple):
         return x if self.padding is None else x.masked_fill(self.padding[..., None], 0)
 
     def sequences(self) -> Tensor:
-        """The number of the sequence that each token belongs to, `[B, T]`; -1 is padding."""
+        """The index of each token's sequence, `[B, T]`; -1 is padding."""
         return self._back(self._numbers(), -1)
 
     def positions(self) -> Tensor:
-        """The place of each token in its sequence, `[B, T]`, counted from 0."""
+        """The position of each token in its sequence, `[B, T]`, counted from 0."""
         numbers = self._numbers()
         assert self.cu_seqlens is not None
         return self._back(torch.arange(len(numbers), device=numbers.device) - self.cu_seqlens[numbers], 0)
@@ -62,7 +57,7 @@ class Layout(NamedTuple):
         return torch.bucketize(tokens, self.cu_seqlens[1:], right=True)
 
     def _back(self, x: Tensor, fill: int) -> Tensor:
-        """Numbers of the row's tokens at their places in the batch."""
+        """Move values of the row's tokens to their places in the batch."""
         if self.tokens is not None:
             x = x.new_full((self.B * self.T,), fill).index_copy(0, self.tokens, x)
         x = x.view(self.B, self.T)
@@ -80,8 +75,8 @@ def lay_out(
 ) -> Layout:
     """The layout that these arguments of a model describe.
 
-    With `cached` a row cannot hold several sequences.  That is an error of the caller where it can be seen,
-    and of the traced program, when it runs, where not.
+    With `cached`, a row cannot contain several sequences.  This raises an error here if that can be checked;
+    while tracing it cannot, and the traced program raises the error when it runs.
     """
     traced = torch.compiler.is_compiling()
     mask = _padding_mask(B, T, attention_mask)
@@ -140,7 +135,7 @@ def _padding_mask(B: int, T: int, attention_mask: Tensor | None) -> Tensor | Non
 
 
 def _restarts(layout: Layout, position_ids: Tensor | None, seq_idx: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Between which tokens of the row another row of the batch begins, and between which another sequence."""
+    """Flags between the row's tokens: where another row of the batch starts, and where another sequence."""
     B, T = layout.B, layout.T
     given = position_ids if position_ids is not None else seq_idx
     assert given is not None
@@ -163,10 +158,10 @@ def _restarts(layout: Layout, position_ids: Tensor | None, seq_idx: Tensor | Non
 
 
 def _shared(cu_seqlens: Tensor, T: int | None = None) -> Tensor:
-    """Boundaries that every layer is given: checked, and read once for all of them."""
+    """Boundaries for all layers, checked and read only once."""
     if torch.compiler.is_compiling():
         return cu_seqlens
-    if cu_seqlens.is_inference():  # whose changes nobody counts, so that each layer would read it again
+    if cu_seqlens.is_inference():  # has no version counter, so each layer would read it again
         with torch.inference_mode(False):
             cu_seqlens = cu_seqlens.clone()
     if T is not None:

@@ -1,7 +1,7 @@
 """`OSDNModel` and `OSDNForCausalLM`: pre-norm blocks of a token mixer and a SwiGLU, for `transformers`.
 
-Padded batches run as one row of their sequences without padding (see `layout.py`).  The loss is computed for
-a few rows of logits at a time and never holds them all.
+A padded batch runs as one row of sequences without padding (see `layout.py`).  The loss computes a few rows
+of logits at a time and never holds all of them.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ from osdn.ops import watched
 
 IGNORED_LABEL = -100
 LABELS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-LOGITS_AT_ONCE = 2**25  # 128 MiB in float32: enough rows for a fast matrix product, whatever the batch
+LOGITS_AT_ONCE = 2**25  # 128 MiB in float32: enough rows for a fast matrix product
 
 
 class OSDNMLP(nn.Module):
@@ -122,11 +122,11 @@ class OSDNPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing is left to do: every checkpoint names its classes (see `OSDNConfig.save_pretrained`)."""
+        """Does nothing: every checkpoint already names its classes (see `OSDNConfig.save_pretrained`)."""
 
 
 class OSDNModel(OSDNPreTrainedModel):
-    """Embeddings, blocks and the last norm."""
+    """Embeddings, blocks and the final norm."""
 
     def __init__(self, config: OSDNConfig) -> None:
         super().__init__(config)
@@ -159,13 +159,13 @@ class OSDNModel(OSDNPreTrainedModel):
         """Run the blocks over `input_ids` `[B, T]` or `inputs_embeds` `[B, T, D]`.
 
         Args:
-            attention_mask: `[B, ≥ T]`, 0 at padding, which may be anywhere; the last T columns count.
-            position_ids: `[B, T]`, the positions that the attention of hybrid models sees; counted here if
-                None.  Where they do not go up by one, another sequence begins (the padding-free collator
-                of `transformers`).  While a program is traced, that is so unless a cache is asked for.
+            attention_mask: `[B, ≥ T]`, 0 for padding, which may be anywhere; only the last T columns count.
+            position_ids: `[B, T]`, positions for the attention of hybrid models; computed if None.  Where
+                they do not increase by one, another sequence starts (the padding-free collator of
+                `transformers`).  While a program is traced, this requires that no cache is requested.
             past_key_values: the cache of earlier tokens, `DynamicCache(config=model.config)`.
             cu_seqlens: `[N + 1]` boundaries of sequences packed into one row; also as `cu_seq_lens_q`.
-            kwargs: also `seq_idx` `[B, T]`, the number of the sequence that each token of a row belongs to.
+            kwargs: also `seq_idx` `[B, T]`, the index of each token's sequence within its row.
         """
         if input_ids is not None and inputs_embeds is None:
             if input_ids.ndim != 2:
@@ -198,7 +198,7 @@ class OSDNModel(OSDNPreTrainedModel):
         for layer in self.layers if decoded is None else ():
             if output_hidden_states:
                 hidden.append(layout.spread(x))
-                x = layout.gather(hidden[-1])  # what is returned is what the next layer reads
+                x = layout.gather(hidden[-1])  # the next layer reads exactly what is returned
             x = layer(x, past_key_values=past_key_values, layout=layout, attention=attention)
         x = layout.spread(self.norm(x)) if decoded is None else decoded
         if past_key_values is not None:
@@ -213,7 +213,7 @@ class OSDNModel(OSDNPreTrainedModel):
         )
 
     def _weights(self, wanted: bool | None) -> list[Tensor | None] | None:
-        """Where attention layers leave their weights, if that is wanted."""
+        """A list for the weights of attention layers, if they are requested."""
         if not (self.config.output_attentions if wanted is None else wanted):
             return None
         if self.config.attention is None:
@@ -230,7 +230,7 @@ class OSDNModel(OSDNPreTrainedModel):
             if cache is not None or use_cache:
                 raise ValueError("a packed row cannot be cached: pass its sequences as a padded batch")
             return None, 0
-        if self.training and self.gradient_checkpointing:  # a layer that is run twice must not be told of it
+        if self.training and self.gradient_checkpointing:  # a layer that runs twice must not update a cache
             if cache is not None:
                 raise ValueError(
                     "gradient checkpointing cannot continue from past_key_values; "
@@ -276,14 +276,14 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """The arguments of `OSDNModel.forward` (`cu_seqlens` among them), and:
+        """Takes the arguments of `OSDNModel.forward`, including `cu_seqlens`, and:
 
         Args:
-            labels: `[B, T]`, usually `input_ids`; shifted here, -100 is not counted.
+            labels: `[B, T]`, usually `input_ids`; shifted here, and -100 is ignored.
             logits_to_keep: which logits to return: 0 for all, n for the last n, or positions.
-            skip_logits: whether to return none; None skips them when training with labels.
-            num_items_in_batch: divide the summed loss by this instead of by the number of counted labels.
-            kwargs: also `shift_labels`, labels that are shifted already, in place of `labels`.
+            skip_logits: whether to return no logits; None skips them when training with labels.
+            num_items_in_batch: divide the summed loss by this instead of the number of labels.
+            kwargs: also `shift_labels`, labels that are already shifted, instead of `labels`.
         """
         logits_to_keep = kwargs.pop("num_logits_to_keep", logits_to_keep)  # its name until transformers 4.45
         outputs = self.model(
@@ -298,7 +298,7 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
         )
         hidden_states = outputs.last_hidden_state
         loss = logits = None
-        # It has no argument of its own: `Trainer` would ask every batch for it.
+        # Not a named argument, because `Trainer` would then expect it in every batch.
         shift_labels = kwargs.get("shift_labels")
         if shift_labels is not None:
             _check_labels("shift_labels", shift_labels, hidden_states.shape[:2])
@@ -321,13 +321,13 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-        """The mask as it is: the layers need to know of padding, and make their own masks."""
+        """The mask unchanged: the layers need to know the padding, and create their own masks."""
         return attention_mask
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse what `generate_batch` and the server's continuous batching begin with."""
+        """Reject continuous batching, which `generate_batch` and the server would start here."""
         raise NotImplementedError(
-            "continuous batching (generate_batch) pages keys and values, and this model keeps recurrent "
+            "continuous batching (generate_batch) pages keys and values, but this model has recurrent "
             "states; call generate with a left-padded batch instead"
         )
 
@@ -344,12 +344,12 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
                 batch_chunk_size=max(1, LOGITS_AT_ONCE // weight.shape[0]),
                 allow_retain_graph=torch.compiler.is_compiling(),
             )
-            # The sum of many losses does not fit a half-precision number; single losses do.
+            # A single loss fits into half precision, but the sum of many does not.
             reduction = "none" if x.dtype.itemsize < 4 else "sum"
             loss = F.linear_cross_entropy(
                 x, weight, labels, reduction=reduction, ignore_index=IGNORED_LABEL, options=options
             )
-        else:  # only calling the head gives its logits
+        else:  # the logits can only be computed by calling the head
             loss = F.cross_entropy(
                 widen(self.lm_head(x)), labels, reduction="sum", ignore_index=IGNORED_LABEL
             )
@@ -358,7 +358,7 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
 
 
 def _is_its_weight(head: nn.Module) -> bool:
-    """Whether a head is a product with its weight and no more: not adapted, hooked, quantized, offloaded."""
+    """Whether a head is just a product with its weight: not adapted, hooked, quantized or offloaded."""
     return (
         type(head) in (nn.Linear, Linear)
         and head.bias is None
@@ -371,7 +371,7 @@ def _is_its_weight(head: nn.Module) -> bool:
 def _check_labels(name: str, labels: Tensor, shape: torch.Size) -> None:
     if labels.shape != shape:
         raise ValueError(
-            f"{name} has shape {list(labels.shape)}; it must be that of the tokens, {list(shape)}"
+            f"{name} has shape {list(labels.shape)}; it must have the shape of the tokens, {list(shape)}"
         )
     if labels.dtype not in LABELS:
-        raise ValueError(f"{name} has dtype {labels.dtype}; it must hold whole numbers")
+        raise ValueError(f"{name} has dtype {labels.dtype}; it must be an integer dtype")

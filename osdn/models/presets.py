@@ -1,7 +1,8 @@
-"""The models by name: the paper's nine variants and three of Newton's method, at 340M and tiny; two at 1.3B.
+"""The models by name: the paper's nine variants and three with Newton's method, at 340M and tiny; two at
+1.3B.
 
-A preset is a variant (which backbone, which preconditioner) at a size (how many layers, how wide).  All but
-those at 1.3B also exist as hybrids, whose every fourth layer is full attention.
+A preset is a variant (a backbone and a preconditioner) at a size (layers and width).  All but those at 1.3B
+also exist as hybrids, with full attention in every fourth layer.
 """
 
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 APF: dict[str, Any] = {"retention": "learned"}
 
 # The paper, "Adaptive preconditioner forgetting" and "Backbone Extensions".  The retention of OSGDN-APF is
-# the decay of its state ("Single-token recurrence kernel for OSGDN").  OSKDA keeps all of its scale ("Model
-# configurations"); set retention to 0.999 for what "OSKDA implementation" says.
+# the decay of its state ("Single-token recurrence kernel for OSGDN").  OSKDA has a retention of 1 ("Model
+# configurations"); "OSKDA implementation" says 0.999.
 VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "delta_net": ("delta_net", None),
     "osdn": ("delta_net", {}),
@@ -21,8 +22,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "kda": ("kda", None),
     "oskda": ("kda", {}),
     "oskda-apf": ("kda", APF),
-    # Where the state decays, the covariance returns to its prior at the same rate: what the state has
-    # forgotten counts as unseen.
+    # If the state decays, the covariance returns to its prior at the same rate: what the state has forgotten
+    # counts as unseen.
     "osdn-newton": ("delta_net", {"rule": "newton"}),
     "osgdn-newton": ("gated_delta_net", {"rule": "newton", "retention": "tied"}),
     "oskda-newton": ("kda", {"rule": "newton", "retention": "tied"}),
@@ -58,13 +59,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def every_fourth(layers: int) -> list[str]:
-    """Three layers of the backbone, then one of full attention, and so on; of fewer than four, the last."""
+    """Full attention in every fourth layer, or in the last if there are fewer than four."""
     full = range(3, layers, 4) if layers > 3 else [layers - 1]
     return ["full_attention" if i in full else "linear_attention" for i in range(layers)]
 
 
-# Attention as in the production models with these layers: queries and keys are normalised and the output is
-# gated (Qwen3-Next), and there are no positions beside KDA, which keeps them itself (Kimi Linear,
+# Attention as in production models with these layers: queries and keys are normalised and the output is gated
+# (Qwen3-Next), and there are no positions with KDA, which encodes them itself (Kimi Linear,
 # https://arxiv.org/abs/2510.26692).
 ATTENTION: dict[str, dict[str, Any]] = {
     "delta_net": {"qk_norm": True},

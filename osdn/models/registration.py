@@ -1,4 +1,4 @@
-"""Where other packages look for a model type: what they need to find ours there."""
+"""Registers our models where other packages look up model types."""
 
 import transformers
 from transformers import AutoConfig
@@ -17,7 +17,7 @@ def register() -> None:
     auto_classes = {name: auto for auto, name in AUTO_CLASSES.items()}
     for model in MODELS:
         getattr(transformers, auto_classes[model.__name__]).register(OSDNConfig, model, exist_ok=True)
-        # The pipelines and the server find a checkpoint's class by its name in `transformers`.
+        # The pipelines and the server look up a checkpoint's class by name in `transformers`.
         setattr(transformers, model.__name__, model)
-    # `Trainer` shifts the labels that it smooths only for models that it finds by name here.
+    # For label smoothing, `Trainer` shifts the labels only of models listed here.
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[OSDNConfig.model_type] = OSDNForCausalLM.__name__

@@ -1,4 +1,4 @@
-"""The columns of the paper's tables, in its order: what they are called and how they are read."""
+"""The columns of the paper's tables, in its order: their titles, digits, and which value is best."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ class Column:
     title: str
     key: str
     digits: int = 3
-    better: Callable[[list[float]], float] | None = max  # which of several is best, if any is
+    better: Callable[[list[float]], float] | None = max  # picks the best of several values; None: none is
     signed: bool = False
 
     def renamed(self, title: str, key: str) -> "Column":
@@ -26,14 +26,14 @@ class PaperTable:
     note: str
     columns: tuple[Column, ...]
     printed: tuple[paper.Printed, ...]  # the paper's tables with these columns
-    more: str = ""  # further columns are those whose key begins so
+    more: str = ""  # also include every column whose key starts with this
 
     def figures(self, model: str) -> dict[str, float]:
         """What the paper prints here for one of its models."""
         return {k: v for table in self.printed for k, v in table.rows.get(model, {}).items()}
 
     def models(self) -> list[str]:
-        """The models that the paper prints here, in its order."""
+        """The models in the paper's table, in its order."""
         return list(dict.fromkeys(model for table in self.printed for model in table.rows))
 
 
@@ -59,7 +59,7 @@ MAIN = PaperTable(
 )  # fmt: skip
 PERPLEXITY = PaperTable(
     "Language-model perplexity",
-    "ΔNLL is the logarithm of LM against the baseline's.",
+    "ΔNLL is log LM minus the baseline's.",
     (
         _ppl("FW-Edu", "fineweb_edu_ppl"), _ppl("WikiText", "wikitext_ppl"), _ppl("LAMBADA", "lambada_ppl"),
         _ppl("LM", "lm_ppl"), Column("ΔNLL", "nll_change", 3, min, True),
@@ -68,7 +68,7 @@ PERPLEXITY = PaperTable(
 )  # fmt: skip
 RECALL = PaperTable(
     "In-context recall",
-    "Contains-accuracy; twice: the context is read twice.",
+    "Contains-accuracy. Twice: the context is read twice.",
     (
         *(Column(_SHORT.get(task, task.upper()), task) for task in SINGLE), Column("single", "recall_single"),
         *(Column(f"{_SHORT.get(task, task.upper())} twice", f"{task}_twice") for task in SINGLE),
@@ -90,7 +90,7 @@ COMMON = PaperTable(
 )
 GENERAL = PaperTable(
     "General checks",
-    "The averages beside each other.",
+    "The averages side by side.",
     (
         Column("common.", "commonsense"), Column("recall", "recall"), Column("LongBench", "longbench"),
         _ppl("PG-19", "pg19_ppl"),
@@ -108,7 +108,7 @@ GENERATION = PaperTable(
 )  # fmt: skip
 PG19 = PaperTable(
     "PG-19 by position",
-    "Perplexity by 2K-token bucket; Δ is 18–20K less 2–4K.",
+    "Perplexity by 2K-token bucket; Δ is 18–20K minus 2–4K.",
     (
         *(_ppl(f"{2 * i}–{2 * i + 2}K", bucket) for i, bucket in enumerate(BUCKETS)),
         _ppl("final", "pg19_ppl"), _DRIFT,
@@ -117,7 +117,7 @@ PG19 = PaperTable(
 )  # fmt: skip
 DIAGNOSTIC = PaperTable(
     "Mechanism diagnostic",
-    "Residual ratio of every write: the share of its own error that a write leaves. Lower removes more.",
+    "Residual ratio: the share of its own error that a write leaves. Lower means that more is removed.",
     (
         Column("q_geo", "q_geo", 3, min), Column("q_arith", "q_arith", 3, min),
         *(Column(f"{_SHORT.get(task, task.upper())} twice", f"q_{task}_twice", 3, min) for task in SINGLE),
@@ -128,7 +128,7 @@ DIAGNOSTIC = PaperTable(
 )  # fmt: skip
 ABLATIONS = PaperTable(
     "Ablations",
-    "Variants of a preset beside their block's baseline; Δ loss is the final training loss against it.",
+    "Variants of a preset with the baseline of their block; Δ loss is the difference in final training loss.",
     (
         *GENERAL.columns, _DRIFT, Column("loss", "final_loss", 3, min),
         Column("Δ loss", "loss_change", 3, min, True),
@@ -137,7 +137,7 @@ ABLATIONS = PaperTable(
 )  # fmt: skip
 TRAINING = PaperTable(
     "Training loss",
-    "Cross-entropy: the mean over the last tenth of the steps, at most 256, and on the validation split.",
+    "Cross-entropy: final is the mean over the last tenth of the steps, at most 256.",
     (
         Column("final", "final_loss", 3, min), Column("validation", "validation_loss", 3, min),
         Column("Δ final", "loss_change", 3, min, True), Column("tokens, M", "training_mtokens", 2, None),
@@ -146,7 +146,7 @@ TRAINING = PaperTable(
 )  # fmt: skip
 THROUGHPUT = PaperTable(
     "Inference throughput",
-    "One sequence: a prompt in one call, then greedy tokens. The paper's figures are from an H100.",
+    "One sequence: the prompt in one call, then greedy decoding. The paper's figures are from an H100.",
     (
         Column("tokens/s", "tokens_per_second", 1, None), Column("prefill ms", "prefill_ms", 0, None),
         Column("decode ms", "decode_ms", 0, None), Column("Δ %", "throughput_change", 1, None, True),
@@ -156,7 +156,7 @@ THROUGHPUT = PaperTable(
 )  # fmt: skip
 LONG = PaperTable(
     "LongBench",
-    "Its 14 English tasks; the paper prints their average only.",
+    "Its 14 English tasks; the paper prints only their average.",
     (
         *(Column(task.removeprefix("longbench_"), task) for task in LONGBENCH),
         Column("average", "longbench"),
@@ -166,7 +166,7 @@ LONG = PaperTable(
 _NEEDLES = {"niah_single": "S-NIAH", "niah_multikey": "MK-NIAH"}
 NIAH = PaperTable(
     "Needles in haystacks",
-    "Needle tasks of RULER (Hsieh et al. 2024) by the length of the prompt: the share of needles found.",
+    "Needle tasks of RULER (Hsieh et al. 2024) by prompt length: the share of needles found.",
     (
         *(
             Column(f"{_NEEDLES[kind]}-{number} {length.upper()}", f"{kind}_{number}_{length}")
@@ -178,7 +178,7 @@ NIAH = PaperTable(
 )
 RECALL_IN_CODE = PaperTable(
     "Recall in Python's sources",
-    "Contains-accuracy on held-out files; twice: the document is read twice; cue: it is not read at all.",
+    "Contains-accuracy on held-out files. Twice: the document is read twice; cue: it is not read at all.",
     (
         *(Column(task.removeprefix("code_"), task) for task in CODE), Column("single", "code_single"),
         *(Column(f"{task.removeprefix('code_')} twice", f"{task}_twice") for task in CODE),

@@ -1,8 +1,9 @@
-"""The paper's tables for whatever was measured.
+"""The paper's tables, filled with whatever was measured.
 
-One table per protocol, one column per data set, one row per model: numbers that were not measured alike never
-share a column.  Models of one block stand together; differences are to the block's baseline, the best value
-of a block is bold, and what the paper printed for a model is below its own line.
+There is one table per protocol, one column per data set and one row per model: numbers that were measured
+differently never share a column.  The models of a block are listed together; differences are relative to the
+block's baseline, the best value of a block is bold, and the paper's figures for a model are in the row below
+it.
 """
 
 from collections import defaultdict
@@ -44,14 +45,14 @@ class Model:
 
 @dataclass
 class Comparison:
-    """All models that were measured under one protocol."""
+    """All models measured under one protocol."""
 
     protocol: str
     models: list[Model]
     editions: dict[str, Data]  # the data of each column
 
     def best(self, column: Column, model: Model) -> bool:
-        """Whether a model has the best value of its block, as far as its digits show."""
+        """Whether a model has the best value of its block, at the number of digits shown."""
         block = [m for m in self.models if m.identity.block == model.identity.block]
         values = [round(m.scores[column.key].value, column.digits) for m in block if column.key in m.scores]
         if column.key not in model.scores or column.better is None or len(values) < 2:
@@ -60,7 +61,7 @@ class Comparison:
 
 
 def compare(store: Store) -> list[Comparison]:
-    """What was measured, by protocol; the standard one first."""
+    """One comparison per protocol, the standard one first."""
     by_protocol: dict[str, list[Measurement]] = defaultdict(list)
     for measurement in store.measurements:
         by_protocol[measurement.protocol].append(measurement)
@@ -92,9 +93,9 @@ def _comparison(store: Store, protocol: str, measurements: list[Measurement]) ->
 
 
 def _editions(measurements: list[Measurement]) -> tuple[list[str], dict[str, Data]]:
-    """The column of each measurement: the same key on other data is another column, `fda (2)`.
+    """The column of each measurement; the same key measured on other data gets its own column, `fda (2)`.
 
-    The data that most models were measured on has the plain name.
+    The data that most models were measured on keeps the plain name.
     """
     groups: dict[str, dict[str, list[Measurement]]] = defaultdict(lambda: defaultdict(list))
     for m in measurements:
@@ -111,29 +112,29 @@ def _editions(measurements: list[Measurement]) -> tuple[list[str], dict[str, Dat
 
 
 def _with_timed_presets(models: list[Model]) -> list[Model]:
-    """Speed does not depend on the weights, so a preset's timing stands beside the models made from it."""
+    """Speed does not depend on the weights, so the models trained from a preset get the preset's timing."""
     trained = [m for m in models if m.identity.weights is not None]
-    kept = []
+    merged = []
     for model in models:
         mates = [m for m in trained if m.identity.preset is not None and m.identity.preset == model.name]
         if model.identity.weights is not None or not mates:
-            kept.append(model)
+            merged.append(model)
         for mate in mates if model.identity.weights is None else ():
             mate.scores = {**model.scores, **mate.scores}
-    return kept
+    return merged
 
 
 def baseline(model: Model, models: Iterable[Model]) -> Model | None:
-    """The model that another is compared with: the first of its block without online scaling."""
+    """The model to compare with: the first of the same block without online scaling."""
     if model.identity.baseline:
         return None
     return next((m for m in models if m.identity.block == model.identity.block and m.identity.baseline), None)
 
 
 def paper_table(comparison: Comparison, spec: PaperTable, everything: bool = False) -> Table | None:
-    """One of the paper's tables for these models, or None if they have nothing for it.
+    """One of the paper's tables for these models, or None if they have no results for it.
 
-    With `everything` the columns and models that were not run are there too.
+    With `everything`, columns and models without results are included too.
     """
     models = [m for m in comparison.models if spec is not ABLATIONS or _near_an_ablation(m, comparison)]
     columns = _columns(spec, models, comparison, everything)
@@ -167,7 +168,7 @@ BASELINES = [name for name, preset in PRESETS.items() if preset["preconditioner"
 
 
 def _columns(spec: PaperTable, models: list[Model], comparison: Comparison, everything: bool) -> list[Column]:
-    """The columns that there is something for, a column per edition of its data."""
+    """The columns that have results, one per edition of the data."""
     known = dict.fromkeys(key for model in models for key in model.scores)
     found = []
     for column in spec.columns:
@@ -187,7 +188,7 @@ def _columns(spec: PaperTable, models: list[Model], comparison: Comparison, ever
 
 
 def _footnotes(columns: list[Column], comparison: Comparison) -> str:
-    """What columns were measured on, where that is not what their names say, and what was cut."""
+    """The data of columns whose titles do not identify it, and how many prompts were truncated."""
     measured: dict[str, list[str]] = {}
     for column in columns:
         data = comparison.editions.get(column.key)
@@ -203,12 +204,12 @@ def _footnotes(columns: list[Column], comparison: Comparison) -> str:
     ]
     for model in comparison.models:
         if model.cut and any(c.key in model.scores for c in columns):
-            notes.append(f"{model.label}: {model.cut:,} prompts were cut.")
+            notes.append(f"{model.label}: {model.cut:,} prompts were truncated.")
     return " ".join(notes)
 
 
 def _are_books(column: Column, comparison: Comparison) -> bool:
-    """Whether a column of PG-19 was measured on other books."""
+    """Whether a PG-19 column was measured on other books."""
     data = comparison.editions.get(column.key)
     return data is not None and column.key in PG19_COLUMNS and "pg19" not in data.source.lower()
 
@@ -217,7 +218,7 @@ PG19_COLUMNS = {column.key for column in PG19.columns}
 
 
 def _near_an_ablation(model: Model, comparison: Comparison) -> bool:
-    """Whether a model's block has one that is neither a preset nor the baseline."""
+    """Whether the model's block contains one that is neither a preset nor a baseline."""
     block = [m.identity for m in comparison.models if m.identity.block == model.identity.block]
     return any(m.preset is None and not m.baseline for m in block)
 
@@ -237,17 +238,17 @@ def heading(column: Column) -> str:
 
 
 def tables(comparisons: Iterable[Comparison], specs: Iterable[PaperTable] = TABLES) -> list[Table]:
-    """The paper's tables in its order, under every protocol that there are results of."""
+    """The paper's tables in its order, for every protocol with results."""
     comparisons = list(comparisons)
     found = (paper_table(comparison, spec) for spec in specs for comparison in comparisons)
     return [table for table in found if table is not None]
 
 
 def write(comparisons: list[Comparison], folder: Path) -> list[Path]:
-    """The tables as Markdown, LaTeX and CSV, and the figures."""
+    """Write the tables as Markdown, LaTeX and CSV, and the figures."""
     found = tables(comparisons)
     if not found:
-        raise ValueError("these results have no column of the paper's tables")
+        raise ValueError("none of these results belongs to a column of the paper's tables")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for suffix, text in (("md", markdown(found)), ("tex", latex(found)), ("csv", comma_separated(found))):
@@ -261,7 +262,7 @@ def write(comparisons: list[Comparison], folder: Path) -> list[Path]:
 
 
 def figures(comparison: Comparison) -> dict[str, Any]:
-    """The main columns as bars, and PG-19's curves where they are complete."""
+    """The main columns as bars, and the PG-19 curves of models that have every bucket."""
     panels, printed = {}, {}
     for column in MAIN.columns:
         values = {m.label: m.scores[column.key] for m in comparison.models if column.key in m.scores}

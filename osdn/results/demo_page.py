@@ -1,4 +1,4 @@
-"""The demo's page: verdicts on the first screen, then what they rest on, worded from the numbers."""
+"""The demo's page: conclusions on the first screen, then the evidence; the text follows the numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ Rows = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo hands over: results by label, and the rows of their summaries, of both experiments."""
+    """What the demo measured: the results of both experiments by label, and the rows of their summaries."""
 
     recall: Results
     text: Results
-    rows: Mapping[str, Rows]  # of "recall" and "text"
-    speeds: dict[str, Any]  # of the operators, of training, and on how many threads
+    rows: Mapping[str, Rows]  # for "recall" and "text"
+    speeds: dict[str, Any]  # of the operators and of training, with the number of threads
     weights: int  # parameters of the recall model
-    boundaries: Sequence[tuple[int, str]]  # where a recall sequence changes
+    boundaries: Sequence[tuple[int, str]]  # positions where the parts of a recall sequence start
 
 
 def write_demo(path: Path, demo: Demo) -> Path:
@@ -41,12 +41,12 @@ def write_demo(path: Path, demo: Demo) -> Path:
     listed = "".join(f"<li>{escape(words)}</li>" for words in verdicts)
     hero = figure(plots.accuracy_by_pairs(recall), CAPTIONS["pairs"])
     lead = (
-        "What an online scale on the written keys does to a small delta-rule model, trained on this machine "
-        "in minutes, with seeds and intervals."
+        "How online scaling of the write keys affects a small delta-rule model, trained on this machine in "
+        "minutes, with several seeds and intervals."
     )
     body = [
         f'<div class="hero"><ul class="verdicts">{listed}</ul>{hero}</div>',
-        section("What this run shows, and what it does not", paragraphs(demo.rows), NOT_SHOWN),
+        section("What this run shows and what it does not", paragraphs(demo.rows), NOT_SHOWN),
         section(
             "In numbers",
             *(table(experiment_table(demo.rows[part], part.capitalize())) for part in ("recall", "text")),
@@ -80,7 +80,7 @@ def write_demo(path: Path, demo: Demo) -> Path:
 
 
 def paragraphs(rows: Mapping[str, Rows]) -> str:
-    """What can and cannot be concluded, from the differences alone."""
+    """What the differences do and do not show."""
     found = []
     for part, mine in rows.items():
         for metric in dict.fromkeys(row["metric"] for row in mine):
@@ -103,8 +103,8 @@ def _trained(demo: Demo) -> str:
     task = recall["task"]
     return f"""
 <p>{", ".join(names[:-1])} and {names[-1]}: {recall["layers"]} layers of width {recall["width"]},
-{demo.weights:,} weights on recall, from scratch and on this machine. Models with the same seed start from the
-same weights and see the same batches in the same order.</p>
+{demo.weights:,} weights in the recall model, trained from scratch on this machine. Models with the same seed
+start from the same weights and see the same batches in the same order.</p>
 <p><b>Recall</b>: {task["pairs"]} key–value pairs, presented {_times(task["passes"])}, then each key as a
 query among random tokens, {task["length"]} tokens per sequence (Arora et al.,
 <a href="https://arxiv.org/abs/2312.04927">Zoology</a>); {recall["steps"]} steps of {recall["batch"]}
@@ -112,8 +112,8 @@ sequences, {seeds[0]} seeds. <b>Text</b>: the sources of Python's standard libra
 {text["task"]["vocab_size"]:,} byte-pair tokens; {text["steps"]} steps of {text["batch"]} ×
 {text["task"]["length"]} tokens, {seeds[1]} seeds.</p>
 <p><b>Online scaling</b> multiplies every key that is written into the state by a scale d, one number per
-feature, which gradient descent adjusts token by token as the keys go by. DeltaNet has no scale, OSDN has one,
-and OSDN-APF also learns how fast to forget it.</p>"""
+feature, which gradient descent adjusts after every token. DeltaNet has no scale, OSDN has one, and OSDN-APF
+also learns how fast to forget it.</p>"""
 
 
 def _heat_maps(recall: Results, boundaries: Sequence[tuple[int, str]]) -> list[tuple[Figure, str]]:
@@ -123,8 +123,8 @@ def _heat_maps(recall: Results, boundaries: Sequence[tuple[int, str]]) -> list[t
         if scale is not None:
             d = np.array(scale)
             words = (
-                f"The scale of {title(label)} along one prompt, layers and heads below each other. It "
-                f"started at {d[0].mean():.3g} and ended between {d[-1].min():.3f} and {d[-1].max():.3f}."
+                f"The scale of {title(label)} along one prompt, with layers and heads stacked. It started at "
+                f"{d[0].mean():.3g} and ended between {d[-1].min():.3f} and {d[-1].max():.3f}."
             )
             found.append((plots.scale_heat_map(d, title(label), boundaries), words))
     return found
@@ -136,8 +136,8 @@ def _speed_verdict(speeds: dict[str, Any]) -> str:
     gain = training["auto"] / training["reference"]
     return (
         f"Speed: forward and backward of the operator on 2,048 tokens take {operators['osgdn']:.0f} ms with "
-        f"online scaling, {ratio:.1f} times as fast as the gated delta rule in transformers; training runs "
-        f"{gain:.0f} times the steps of the token-by-token reference."
+        f"online scaling, {ratio:.1f} times as fast as the gated delta rule in transformers; training is "
+        f"{gain:.0f} times as fast as with the token-by-token reference."
     )
 
 
@@ -151,13 +151,13 @@ def _speed_figures(speeds: dict[str, Any]) -> list[tuple[Figure, str]]:
     return [
         (
             times,
-            f"The operators on 2,048 tokens, 8 heads, K = V = 128, float32, {threads} threads. OSGDN scales "
-            f"online on top of what GDN does.",
+            f"The operators on 2,048 tokens, 8 heads, K = V = 128, float32, {threads} threads. OSGDN is GDN "
+            f"plus online scaling.",
         ),
         (
             steps,
-            "The recall model on 8 sequences of 256 tokens, one thread, against the same model on the "
-            "reference, which goes token by token.",
+            "The recall model on 8 sequences of 256 tokens, one thread, compared with the same model on the "
+            "token-by-token reference.",
         ),
     ]
 
@@ -174,22 +174,23 @@ def _times(n: int) -> str:
 
 
 CAPTIONS = {
-    "numbers": "Means over seeds with 95 % bootstrap intervals, and differences to DeltaNet with the same "
-    "seeds; bold p-values are below 0.05. Higher accuracy and lower loss are better; a lower residual ratio "
-    "means that a write removes more of the error it is about.",
-    "learning": "Share of queries answered right while training.",
-    "pairs": "Recall after training, by how many pairs there are to remember and how often they were "
-    "presented. The dashed line is what the models were trained on.",
+    "numbers": "Means over seeds with 95 % bootstrap intervals, and differences from DeltaNet with the same "
+    "seeds. A p-value is bold if the difference is significant: p ≤ 0.05, and the interval excludes zero. "
+    "Higher accuracy and lower loss are better; a lower residual ratio means that a write removes more of "
+    "its own error.",
+    "learning": "Share of queries answered correctly during training.",
+    "pairs": "Recall after training, by the number of pairs to remember and how often they were presented. "
+    "The dashed line marks the number of pairs in training.",
     "residual": "The share of a token's own error that its write leaves, f(after) / f(before): geometric "
     "mean over layers, heads and prompts, as in the paper's Figure “Direct theorem-facing residual "
     "contraction”. Bands are intervals over seeds.",
-    "residual on text": "The same on held-out text, where nothing is repeated on purpose.",
+    "residual on text": "The same on held-out text, which is not deliberately repeated.",
     "text": "Training loss on Python's standard library, nats per token.",
     "position": "Loss on held-out files by position; every window starts with an empty state.",
 }
 NOT_SHOWN = """
-<p>What it does not show: these models are tiny and trained for seconds. The paper reports its gains at 340
+<p>What it does not show: these models are tiny and train for seconds. The paper reports its gains for 340
 million weights and 10 billion tokens, from single seeds. A lower residual ratio is a statement about each
-token's own write; it does not say that earlier associations survive it, and it need not come with better
-recall. Intervals from few seeds are narrower than they should be, which is why a difference counts here only
-if random signs would rarely give one as large.</p>"""
+token's own write. It does not mean that earlier associations survive the write, and it need not come with
+better recall. Intervals from few seeds are too narrow, so a difference counts here only if random signs would
+rarely produce one as large.</p>"""

@@ -1,4 +1,4 @@
-"""The lab's results as tables and sentences: means over seeds, and paired differences to the baseline."""
+"""The lab's results as tables and sentences: means over seeds, and paired differences from the baseline."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ METRICS = {
     "accuracy_8x": "accuracy at eight times the size",
     "q_geo": "residual ratio",
     "loss": "validation loss",
-    "loss_2x": "validation loss from the trained length to twice it",
-    "loss_4x": "validation loss from twice to four times the trained length",
+    "loss_2x": "validation loss from one to two times the trained length",
+    "loss_4x": "validation loss from two to four times the trained length",
     "loss_8x": "validation loss from four to eight times the trained length",
     "perplexity": "validation perplexity",
 }
@@ -38,17 +38,17 @@ def experiment_table(rows: Sequence[dict[str, Any]], name: str) -> Table:
             found.append(Row(title(row["variant"]), cells))
     count = f"{seeds} seed{'s' * (seeds > 1)}"
     interval = " [95 %]" if seeds > 1 else ""
-    note = "" if seeds > 1 else "One seed: no interval, and no difference that could be told from chance."
+    note = "" if seeds > 1 else "One seed gives no interval, and no difference can be told from chance."
     return Table(f"{name}, {count}", [f"mean{interval}", f"difference{interval}", "p"], found, note)
 
 
 def conclusion(difference: Difference) -> str:
-    """What a paired difference allows to be said."""
+    """What a paired difference shows, in words."""
     d, n = difference, difference.seeds
     if not math.isfinite(d.mean):
         return f"was not a finite number in every run ({n} seeds)"
     if n == 1:
-        return f"differs by {d.mean:+.3f} in one seed, which tells nothing"
+        return f"differs by {d.mean:+.3f} in one seed, which shows nothing"
     if d.low <= 0 <= d.high:
         return f"shows no difference at this scale ({d}, {n} seeds)"
     direction = "higher" if d.mean > 0 else "lower"
@@ -58,16 +58,16 @@ def conclusion(difference: Difference) -> str:
 
 
 def verdict(rows: Sequence[dict[str, Any]], metric: str, what: str) -> str:
-    """One sentence about a metric: which variants differ from their baseline, or that none does."""
+    """A sentence about a metric: which variants differ from their baseline, if any."""
     found = [(title(r["variant"]), difference_of(r["difference"])) for r in rows if r["metric"] == metric]
     compared = [(name, d) for name, d in found if d is not None]
     if not compared:
-        return f"{what}: there is nothing to compare with."
+        return f"{what}: there is no baseline to compare with."
     seen = [f"{name} is {'higher' if d.mean > 0 else 'lower'} ({d})" for name, d in compared if d.seen]
     base = title(next(r["baseline"] for r in rows if r["metric"] == metric and r["difference"]))
     if not seen:
         closest = "; ".join(f"{name} {d}" for name, d in compared)
-        return f"{what}: no difference to {base} that {compared[0][1].seeds} seeds can show ({closest})."
+        return f"{what}: {compared[0][1].seeds} seeds show no difference from {base} ({closest})."
     same = [name for name, d in compared if not d.seen]
     rest = f"; {', '.join(same)} {'does' if len(same) == 1 else 'do'} not differ measurably" if same else ""
     return f"{what}, against {base}: {'; '.join(seen)}{rest}."

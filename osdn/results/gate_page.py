@@ -1,4 +1,4 @@
-"""The page of the write-gate study: what a bias of the write gate gains over none, setting by setting."""
+"""The page of the write-gate study: what a bias of the write gate gains in each setting."""
 
 from dataclasses import replace
 from html import escape
@@ -27,7 +27,7 @@ def write_gate_page(path: Path, content: dict[str, Any], command: str = "osdn la
     for task in tasks_of(content):
         part = of_task(content, task)
         tables = [gate_table(content, task, budget) for budget in (1.0, 0.5, 0.25)]
-        drawn = [(dot_plot(part, "delta_net"), f"Against a gate without a bias. {DOTS}")]
+        drawn = [(dot_plot(part, "delta_net"), f"Compared with a gate without a bias. {DOTS}")]
         body.append(section(task.capitalize(), *(table(one) for one in tables), figures(drawn)))
         trained = [table(one) for one in write_tables(part)]
         body.append(section(f"What the trained writes do: {task}", *trained))
@@ -37,10 +37,10 @@ def write_gate_page(path: Path, content: dict[str, Any], command: str = "osdn la
 
 def lead(content: dict[str, Any]) -> str:
     return (
-        f"A plain DeltaNet of {content['layers']} layers, whose write gate has no bias or a learned one with "
-        f"some start, in {len(content['trials'])} settings: one thing at a time is changed from a base. "
-        f"{content['seeds']} seeds, a learning rate of {content['learning_rate']:g}. Differences are to the "
-        f"gate without a bias."
+        f"A plain DeltaNet of {content['layers']} layers whose write gate has no bias, or a learned one with "
+        f"different initial values, in {len(content['trials'])} settings that each change one thing from a "
+        f"base. {content['seeds']} seeds, learning rate {content['learning_rate']:g}. Differences are "
+        f"relative to the gate without a bias."
     )
 
 
@@ -49,7 +49,7 @@ def tasks_of(content: dict[str, Any]) -> list[str]:
 
 
 def of_task(content: dict[str, Any], task: str) -> dict[str, Any]:
-    """The part of a result that is about one task, its trials named by what they change."""
+    """The part of a result that concerns one task, with trials named by what they change."""
     trials = [trial for trial in content["trials"] if trial["group"] == task]
     names = {trial["name"]: trial["change"] for trial in trials}
     renamed = [trial | {"name": trial["change"]} for trial in trials]
@@ -61,13 +61,13 @@ def of_task(content: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 def gate_table(content: dict[str, Any], task: str, budget: float) -> Table:
-    """What the starts differ by in one task."""
+    """The differences between the biases in one task."""
     found = difference_table(of_task(content, task), budget)
-    return replace(found, title=f"{task.capitalize()}, after {BUDGETS[budget]} of the budget")
+    return replace(found, title=f"{task.capitalize()}, after {BUDGETS[budget]}")
 
 
 def gate_verdicts(content: dict[str, Any]) -> list[str]:
-    """For every task and start: in how many settings it gains, where it does not, and whether it fades."""
+    """For every task and bias: in how many settings it helps, where it does not, and if the gain fades."""
     found = []
     for task in tasks_of(content):
         rows = of_task(content, task)["rows"]
@@ -93,7 +93,7 @@ def _verdict(task: str, name: str, full: list[dict[str, Any]], early: list[dict[
     if gains and rest:
         words += f", not measurably different in {_listed(rest)}"
     means = [fmean(row["difference"]["mean"] for row in rows) for rows in (early, full)]
-    return f"{words}; on average {means[0]:+.3f} after a quarter of the budget, {means[1]:+.3f} after all."
+    return f"{words}; on average {means[0]:+.3f} after {BUDGETS[0.25]}, {means[1]:+.3f} after {BUDGETS[1.0]}."
 
 
 def _listed(rows: list[dict[str, Any]]) -> str:

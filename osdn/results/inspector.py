@@ -1,4 +1,4 @@
-"""The inspector's page: a template beside this file with one prompt's measurements written into it."""
+"""The inspector's page: the template inspector.html, filled with one prompt's measurements."""
 
 import json
 from importlib.resources import files
@@ -9,7 +9,7 @@ from osdn.results.names import title
 
 
 def write_inspector(path: Path, data: dict[str, Any]) -> Path:
-    """Write the page, which needs nothing but itself; `data` is that of `osdn.analysis.inspector`."""
+    """Write the page, a single self-contained file; `data` comes from `osdn.analysis.inspector`."""
     template = files("osdn.results").joinpath("inspector.html").read_text(encoding="utf-8")
     data = {**data, "title": title(data["title"])}
     text = json.dumps(data).replace("<", "\\u003c")  # a token "</script>" must not end the data

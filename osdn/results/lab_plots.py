@@ -1,6 +1,6 @@
 """Figures of the lab's experiments: means over seeds as lines, their bootstrap intervals as bands.
 
-Results are the runs' files, one per seed, by the label of their variant.
+Results map the label of a variant to the contents of its result files, one per seed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -88,7 +88,7 @@ def accuracy_by_depth(results: Results) -> Figure:
 def residual_by_position(
     results: Results, boundaries: Sequence[tuple[int, str]] = (), bins: int = 32
 ) -> Figure:
-    """q_geo along the sequence, as the paper's Figure "Direct theorem-facing residual contraction" (a)."""
+    """q_geo along the sequence, as in the paper's Figure "Direct theorem-facing residual contraction" (a)."""
     results = {v: mine for v, mine in results.items() if "log_q" in mine[0]}
     figure, axes = panel("position", "residual ratio, geometric mean")
     length = len(_any(results)["log_q"])
@@ -123,7 +123,7 @@ def loss_by_position(results: Results, bins: int = 16) -> Figure:
 def step_size_sweep(
     lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], levels: Results, metric: str
 ) -> Figure:
-    """A metric against eta: `lines` are pairs of eta and values by label, `levels` plain baselines."""
+    """A metric against eta: `lines` has pairs of eta and values by label, `levels` the plain baselines."""
     figure, axes = panel("eta", metric.replace("_", " "))
     colour = colours([*levels, *lines])
     for label, runs in levels.items():
@@ -159,7 +159,7 @@ def scale_heat_map(scale: Any, title: str, tokens: Sequence[tuple[int, str]] = (
 
 @styled
 def speed_bars(names: Sequence[str], values: Sequence[float], label: str) -> Figure:
-    """Few numbers, written out; peers are grey."""
+    """A few numbers, printed beside their bars; peers are grey."""
     figure, axes = panel(label, size=(4.6, 0.6 + 0.36 * len(names)))
     places = np.arange(len(names))[::-1]
     shades = ["#b8bfcb" if "transformers" in name or name == "reference" else "#2a6fbb" for name in names]

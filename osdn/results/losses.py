@@ -1,7 +1,7 @@
-"""Loss curves of training runs, from the lines of their logs.
+"""Loss curves of training runs, from their logs.
 
-A logged loss is the mean of the steps since the line before it.  Steps that were skipped, because their
-gradient was not finite, have no loss and are left out.
+A logged loss is the mean over the steps since the previous line.  Steps that were skipped because their
+gradient was not finite have no loss and do not count.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-WINDOW = 257  # steps of the rolling mean, or a twentieth of a run that is shorter than twenty of those
-FINAL = 256  # steps that the final loss is a mean of, or a tenth of a run that is shorter than ten of those
+WINDOW = 257  # steps in the rolling mean, at most a twentieth of the run
+FINAL = 256  # steps in the final loss, at most a tenth of the run
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ def loss_curve(lines: Sequence[dict[str, Any]]) -> LossCurve:
 
 
 def final_loss(lines: Sequence[dict[str, Any]]) -> float | None:
-    """The mean loss over the last tenth of the steps, at most 256, by step and not by line.
+    """The mean loss over the last tenth of the steps, at most 256, weighted by steps rather than lines.
 
-    A line's loss is the mean of `loss_steps` steps since the line before it.  Skipped steps are not among
-    them; None if there are no others.
+    A line's loss is the mean over `loss_steps` steps since the previous line, not counting skipped steps.
+    Returns None if every step was skipped.
     """
     logged = [line for line in lines if "loss" in line]
     if not logged:
@@ -68,7 +68,7 @@ def smooth(curve: LossCurve) -> np.ndarray:
 
 
 def rolling_mean(x: np.ndarray, window: int) -> np.ndarray:
-    """A centred mean over `window` values, an odd number; at the ends, over those that there are."""
+    """A centred mean over `window` values, an odd number; at the ends, over as many as there are."""
     half = window // 2
     total = np.concatenate([[0.0], np.cumsum(x)])
     stop = np.minimum(np.arange(len(x)) + half + 1, len(x))

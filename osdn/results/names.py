@@ -1,4 +1,4 @@
-"""What models are called in every table, figure and page: as the paper spells them, with their size."""
+"""The names of models in every table, figure and page: as the paper spells them, with their size."""
 
 import re
 
@@ -15,7 +15,7 @@ TITLES: dict[str, str] = {
     "osdn-newton": "OSDN-Newton",
     "osgdn-newton": "OSGDN-Newton",
     "oskda-newton": "OSKDA-Newton",
-    # The paper's ablations, and the two that its text leaves open.
+    # The paper's ablations, and two choices that its text leaves open.
     "osdn-d0": "OSDN+D0",
     "osdn-d0-free": "OSDN+D0*",
     "osdn-beta-unaware": "OSDN β-unaware",
@@ -26,7 +26,7 @@ SIZES = {"340m": "340M", "1.3b": "1.3B", "tiny": "tiny"}
 
 
 def variant_of(name: str) -> str | None:
-    """The variant that a model's name begins with, sizes and sweeps left out.
+    """The variant that a model's name starts with, without size and sweep.
 
     >>> [variant_of(name) for name in ("osdn-apf-340m", "osdn+d0 eta=0.1", "OSDN tiny", "gdn, cpu", "mine")]
     ['osdn-apf', 'osdn', 'osdn', 'gdn', None]
@@ -42,7 +42,7 @@ def variant_of(name: str) -> str | None:
 
 
 def title(name: str) -> str:
-    """A model's name as the paper spells it; other names stay as they are.
+    """A model's name as the paper spells it; other names are unchanged.
 
     >>> title("osdn-apf-340m"), title("osdn+d0 eta=0.1"), title("mine")
     ('OSDN-APF 340M', 'OSDN+d0 eta=0.1', 'mine')

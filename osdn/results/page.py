@@ -1,4 +1,4 @@
-"""One look for every page: a template without anything to fetch, sections, and figures as inline SVG."""
+"""One look for every page: a self-contained template, sections, and figures as inline SVG."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -13,10 +13,11 @@ from osdn.results.tables import Table, html_table
 
 def write_page(path: Path, title: str, lead: str, body: Iterable[str], command: str) -> Path:
     """Write a page; `lead` and `body` are HTML."""
-    made = environment()
-    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    current = environment()
+    versions = ", ".join(f"{name} {version}" for name, version in current["versions"].items())
+    cpu = current["machine"]["cpu"]
     foot = (
-        f"Made by <code>{escape(command)}</code> on {made['date'][:10]}, {escape(made['machine']['cpu'])}; "
+        f"Made by <code>{escape(command)}</code> on {current['date'][:10]}, {escape(cpu)}; "
         f"{escape(versions)}."
     )
     parts = {"@TITLE@": escape(title), "@LEAD@": lead, "@BODY@": "\n".join(body), "@FOOT@": foot}
@@ -33,14 +34,14 @@ def section(title: str, *body: str) -> str:
 
 
 def table(found: Table, heading: bool = True) -> str:
-    """A table with its note, under its own title unless the section has it already."""
+    """A table with its note, and with its title unless the section already has it."""
     title = f"<h3>{escape(found.title)}</h3>" if heading else ""
     note = f'<p class="note">{escape(found.note)}</p>' if found.note else ""
     return f"{title}{note}{html_table(found)}"
 
 
 def figures(found: Sequence[tuple[Figure, str]]) -> str:
-    """Figures beside each other where there is room, each with its caption."""
+    """Figures with captions, side by side where there is room."""
     inside = "".join(figure(drawing, caption) for drawing, caption in found)
     return f'<div class="figures">{inside}</div>'
 
@@ -50,8 +51,8 @@ def figure(drawing: Figure, caption: str = "") -> str:
     return f"<figure>{svg(drawing)}{words}</figure>"
 
 
-# Shadows at the edges of a table show that there is more to scroll to: two covers move with the table, two
-# shadows stay.
+# Shadows at the edges of a table show that it can be scrolled: two covers move with the table, two shadows
+# stay.
 PAGE = """<!doctype html>
 <html lang="en">
 <head>

@@ -1,6 +1,6 @@
-"""The paper's own figures for what this package measures, by model, with the table each comes from.
+"""The paper's figures for everything this package measures, by model and table.
 
-A table is kept as the paper prints it, one model per line, its columns named as in our result files.
+Tables are as the paper prints them, one model per line; columns are named as in our result files.
 """
 
 from dataclasses import dataclass
@@ -159,7 +159,7 @@ PERPLEXITY_1_3B = _printed(
 """,
 )
 
-# The averages here are over FDA and SWDE: the paper leaves SQuAD out at this size.
+# These averages are over FDA and SWDE only: the paper leaves out SQuAD at this size.
 RECALL_1_3B = _printed(
     "1.3B / 100B in-context recall, JRT-style cloze at 2K context",
     "fda swde recall_single fda_twice swde_twice recall_repeated recall",
@@ -199,7 +199,7 @@ RESIDUALS = _printed(
 """,
 )
 
-# On an H100 in bfloat16; the change is against the backbone's baseline, in per cent of tokens per second.
+# On an H100 in bfloat16; the change is in percent of the baseline's tokens per second.
 THROUGHPUT = _printed(
     "Inference throughput, matched 340M scale and 1.3B / 100B scaling pair",
     "tokens_per_second decode_ms throughput_change",

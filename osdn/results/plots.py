@@ -1,4 +1,4 @@
-"""Figures of models: training curves, scores, perplexity by position, the mechanism diagnostic, operators."""
+"""Figures about models: training curves, scores, perplexity by position, the diagnostic, operator times."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,9 +12,11 @@ from osdn.results.losses import loss_curve, smooth
 from osdn.results.scores import Score
 from osdn.results.style import GREY, INK, colours, legend, legend_label, panel, panels, save, styled
 
-__all__ = ["contraction", "heads", "losses", "perplexity_by_position", "save", "scale", "score_bars", "tasks"]
+__all__ = [
+    "contraction", "heads", "losses", "perplexity_by_position", "save", "scale_maps", "score_bars", "tasks",
+]  # fmt: skip
 T = TypeVar("T")
-ABSURD = 1e4  # a score this large is written out rather than drawn
+ABSURD = 1e4  # a score this large is printed instead of drawn
 
 Diagnoses = Mapping[str, dict[str, Any]]  # contents of diagnosis.json by label
 
@@ -23,7 +25,7 @@ Diagnoses = Mapping[str, dict[str, Any]]  # contents of diagnosis.json by label
 def losses(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
     """Loss curves, as in the paper's "Token-vs-CE training trajectories", by label.
 
-    On the left is the whole run on a logarithmic axis, on the right its final quarter on a linear one.
+    The whole run is on the left on a logarithmic axis, its final quarter on the right on a linear one.
     """
     figure, [[whole, final]] = panels(1, 2, (9, 3.4))
     curves = {label: loss_curve(lines) for label, lines in runs.items()}
@@ -61,7 +63,7 @@ def score_bars(
 ) -> Figure:
     """Horizontal bars, one panel per metric and one bar per model with its standard error.
 
-    A diamond is what the paper printed.  A value too large to be meant is written out instead of drawn.
+    Diamonds are the paper's figures.  An absurdly large value is printed instead of drawn.
     """
     across = min(3, len(metrics))
     down = -(-len(metrics) // across)
@@ -174,8 +176,8 @@ def heads(results: Diagnoses) -> Figure:
 
 
 @styled
-def scale(results: Diagnoses) -> Figure:
-    """The scale's mean and spread by layer and position, and how much of it the box holds back."""
+def scale_maps(results: Diagnoses) -> Figure:
+    """The scale's mean and spread by layer and position, and the share of channels at the box."""
     results = {label: result for label, result in results.items() if result["scale"]}
     across = len(results)
     figure, grid = panels(3, across, (3.6 * across + 0.8, 7.6), sharex=True)
@@ -205,13 +207,13 @@ def diagnosis(results: Diagnoses) -> dict[str, Figure]:
     """All figures that these diagnoses have data for."""
     drawn = {"contraction": contraction(results), "tasks": tasks(results), "heads": heads(results)}
     if any(result["scale"] for result in results.values()):
-        drawn["scale"] = scale(results)
+        drawn["scale"] = scale_maps(results)
     return drawn
 
 
 @styled
 def operator_times(series: Mapping[str, Mapping[int, float]], title: str) -> Figure:
-    """Milliseconds against tokens; "limit" is the arithmetic that cannot be avoided."""
+    """Milliseconds against tokens; "limit" is the time of the unavoidable arithmetic."""
     figure, axes = panel("tokens T", "milliseconds, forward", (6.4, 4.2))
     for (name, points), colour in _coloured(series):
         style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4}

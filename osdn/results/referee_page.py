@@ -1,6 +1,6 @@
-"""The referee's page: what beats a tuned plain delta rule, and where; then tuning, and what the writes do.
+"""The referee's page: what beats a tuned plain delta rule and where, then the tuning and the writes.
 
-Everything is worded from the file that the referee writes.  Differences are signed so that more is better.
+All of the text follows from the file that the referee writes.  A positive difference is always better.
 """
 
 import math
@@ -19,7 +19,7 @@ from osdn.results.style import GREY, colours, legend_label, panel, styled
 from osdn.results.tables import Cell, Row, Table
 
 LEVEL = 0.05
-BUDGETS = {0.25: "a quarter", 0.5: "half", 1.0: "all"}
+BUDGETS = {0.25: "a quarter of the budget", 0.5: "half of the budget", 1.0: "the full budget"}
 Rows = Sequence[dict[str, Any]]
 
 
@@ -28,11 +28,11 @@ def write_referee(path: Path, content: dict[str, Any], command: str = "osdn lab 
     found = verdicts(content)
     listed = "".join(f"<li>{escape(words)}</li>" for words in found)
     tables = [difference_table(content, budget) for budget in (1.0, 0.5, 0.25)]
-    drawn = [(dot_plot(content, base), f"Against {title(base)}. {DOTS}") for base in baselines(content)]
+    drawn = [(dot_plot(content, base), f"Compared with {title(base)}. {DOTS}") for base in baselines(content)]
     body = [
         f'<ul class="verdicts">{listed}</ul>',
-        section("Contestants by tasks", *(table(one) for one in tables)),
-        section("Differences with their intervals", figures(drawn)),
+        section("Contestants by task", *(table(one) for one in tables)),
+        section("Differences with intervals", figures(drawn)),
         section("What tuning chose", table(tuning_table(content)), table(gate_table(content))),
         section("What the trained writes do", *(table(one) for one in write_tables(content))),
         section("Tasks", table(task_table(content), heading=False)),
@@ -45,10 +45,10 @@ def lead(content: dict[str, Any]) -> str:
     names = list(dict.fromkeys(row["contestant"] for row in content["rows"]))
     return (
         f"{len(names)} contestants on {len(baselines(content))} backbones, {len(content['trials'])} tasks, "
-        f"{content['layers']} layers of width {content['width']}. Each got its learning rate and the start "
-        f"of its write gate from one grid, on {_count(len(content['tuning_seeds']), 'tuning seed')}, and was "
-        f"judged on {content['seeds']} others. Differences are to the plain delta rule of the same backbone, "
-        f"tuned in the same way."
+        f"{content['layers']} layers of width {content['width']}. Each contestant's learning rate and "
+        f"initial gate bias were tuned on one grid, with {_count(len(content['tuning_seeds']), 'seed')}; "
+        f"then it was judged on {content['seeds']} others. Differences are relative to the plain delta rule "
+        f"of the same backbone, tuned in the same way."
     )
 
 
@@ -57,13 +57,13 @@ def baselines(content: dict[str, Any]) -> list[str]:
 
 
 def significant(row: dict[str, Any]) -> bool:
-    """Whether a difference survives the correction, and its interval leaves zero out."""
+    """Whether a difference survives the correction and its interval excludes zero."""
     d = difference_of(row["difference"])
     return d is not None and row["adjusted"] <= LEVEL and (d.low > 0 or d.high < 0)
 
 
 def verdicts(content: dict[str, Any]) -> list[str]:
-    """What can be said: what holds more, what only learned faster, and what is worse."""
+    """The conclusions: what holds more, what only learned faster, and what is worse."""
     at = {
         budget: {(r["trial"], r["contestant"]): r for r in content["rows"] if r["budget"] == budget}
         for budget in BUDGETS
@@ -78,28 +78,28 @@ def verdicts(content: dict[str, Any]) -> list[str]:
     early = [cell for cell in better(0.25) if cell not in more]
     count = f"{len(compared)} comparisons, {content['seeds']} seeds, corrected by Holm's method"
     if not more:
-        found = [f"With all of its budget nothing beats the tuned plain delta rule ({count})."]
+        found = [f"With the full budget, nothing beats the tuned plain delta rule ({count})."]
     else:
         found = [
-            f"With all of the budget, better than the tuned plain rule ({count}): {_said(at[1.0], more)}."
+            f"Better than the tuned plain rule with the full budget ({count}): {_in_words(at[1.0], more)}."
         ]
     if early:
         found.append(
-            f"Learned faster, but holds no more: after a quarter of the budget better, after all of it not "
-            f"measurably: {_said(at[0.25], early)}."
+            f"Learned faster, but holds no more (better after a quarter of the budget, not measurably "
+            f"after all of it): {_in_words(at[0.25], early)}."
         )
     if less:
-        found.append(f"Worse with all of the budget: {_said(at[1.0], less)}.")
+        found.append(f"Worse with the full budget: {_in_words(at[1.0], less)}.")
     if not seen[1.0]:
         found.append("Nothing is measurably worse either.")
     return found
 
 
-SPELLED_OUT = 6  # differences of one sentence that are given with their intervals
+SPELLED_OUT = 6  # a sentence with more differences than this leaves out their intervals
 
 
-def _said(rows: dict[tuple[str, str], dict[str, Any]], cells: Sequence[tuple[str, str]]) -> str:
-    """Contestant by contestant, the tasks and by how much; of many, without the intervals."""
+def _in_words(rows: dict[tuple[str, str], dict[str, Any]], cells: Sequence[tuple[str, str]]) -> str:
+    """For each contestant, its tasks and differences; with intervals unless there are many."""
     found = []
     for name in dict.fromkeys(contestant for _, contestant in cells):
         tasks = [trial for trial, contestant in cells if contestant == name]
@@ -116,7 +116,7 @@ def _count(n: int, what: str) -> str:
 
 
 def difference_table(content: dict[str, Any], budget: float) -> Table:
-    """The values of the plain rules, and below each what its contestants differ by."""
+    """The values of the plain rules, and below each the differences of its contestants."""
 
     def cell(row: dict[str, Any]) -> Cell:
         d = difference_of(row["difference"])
@@ -132,17 +132,17 @@ def difference_table(content: dict[str, Any], budget: float) -> Table:
     note = ""
     if budget == 1:
         note = (
-            "Values of the plain rules, differences of the others; more is better. ★ and colour: different "
-            "after the correction for all comparisons at one budget. A dot: p ≤ 0.05 before it, which chance "
-            f"alone gives in {LEVEL:.0%} of the cells."
+            "Values of the plain rules, differences of the others; more is better. ★ and colour: significant "
+            "after correcting for all comparisons at one budget. A dot: p ≤ 0.05 before the correction, "
+            f"which happens by chance in {LEVEL:.0%} of the cells."
         )
-    return _matrix(f"After {BUDGETS[budget]} of the budget", content, rows, cell, note)
+    return _matrix(f"After {BUDGETS[budget]}", content, rows, cell, note)
 
 
 def _matrix(
     name: str, content: dict[str, Any], rows: Rows, cell: Callable[[dict[str, Any]], Cell], note: str = ""
 ) -> Table:
-    """Contestants by tasks, a rule above each backbone."""
+    """Contestants by task, with a rule above each backbone."""
     trials = [trial["name"] for trial in content["trials"]]
     by_cell = {(row["contestant"], row["trial"]): row for row in rows}
     names = list(dict.fromkeys(row["contestant"] for row in content["rows"]))
@@ -158,7 +158,7 @@ def _matrix(
 
 
 def _label(name: str) -> str:
-    """A name that a narrow column breaks before the plus."""
+    """A name that can only wrap before the plus."""
     return title(name).replace("+", " +\N{NO-BREAK SPACE}")
 
 
@@ -168,17 +168,17 @@ def tuning_table(content: dict[str, Any]) -> Table:
         return Cell(f"{row['learning_rate']:g}", bias)
 
     note = (
-        "The learning rate, and small beside it where the write gate's bias starts; – is a gate without one."
+        "The learning rate and, in small print, the initial bias of the write gate; – is a gate without one."
     )
-    return _matrix("Learning rate and start of the write gate", content, content["tuned"], cell, note)
+    return _matrix("Learning rate and initial bias of the write gate", content, content["tuned"], cell, note)
 
 
 def gate_table(content: dict[str, Any]) -> Table:
     def cell(row: dict[str, Any]) -> Cell:
         return Cell(f"{row['score'] - row['score_without_bias']:+.3f}")
 
-    note = "On the tuning seeds alone, at half of the budget; chosen as the best, so never negative."
-    return _matrix("What a bias of the write gate gained", content, content["tuned"], cell, note)
+    note = "On the tuning seeds, at half of the budget. The best choice counts, so this is never negative."
+    return _matrix("Gain from a bias of the write gate", content, content["tuned"], cell, note)
 
 
 def write_tables(content: dict[str, Any]) -> list[Table]:
@@ -200,9 +200,9 @@ def write_tables(content: dict[str, Any]) -> list[Table]:
 
 
 LACKING = {
-    "beta": "– is a rule without a single write strength: GDN-2 has a gate per channel.",
-    "key_scale": "– is a rule whose read key is not the key it writes with: Comba and GDN-2.",
-    "q_geo": "– is a rule whose write does not shrink the error it saw: Comba reads before the decay.",
+    "beta": "–: the rule has no single write strength (GDN-2 has one gate per channel).",
+    "key_scale": "–: the rule reads and writes with different keys (Comba and GDN-2).",
+    "q_geo": "–: the write does not shrink the error it was computed from (Comba reads before the decay).",
 }
 
 
@@ -213,7 +213,7 @@ def task_table(content: dict[str, Any]) -> Table:
         settings = ", ".join(
             f"{k.replace('_', ' ')} {v}" for k, v in (shape | trial["task"]).items() if v not in ("", 0)
         )
-        worth = f"{trial['metric']}, {'less' if trial['lower_is_better'] else 'more'} is better"
+        worth = f"{trial['metric']}, {'lower' if trial['lower_is_better'] else 'higher'} is better"
         sizes = f"{trial['steps']} × {trial['batch']}"
         rows.append(
             Row(trial["name"], [Cell(worth), Cell(sizes), Cell(f"{trial['write_scale']:g}"), Cell(settings)])
@@ -222,7 +222,7 @@ def task_table(content: dict[str, Any]) -> Table:
 
 
 def size_table(content: dict[str, Any]) -> Table:
-    """Parameters of every contestant, and how many more than the plain rule of its backbone they are."""
+    """Parameters of every contestant, and how many more than the plain rule of its backbone it has."""
     baseline = {row["contestant"]: row["baseline"] for row in content["rows"]}
     rows = []
     for name, count in content["parameters"].items():
@@ -231,16 +231,16 @@ def size_table(content: dict[str, Any]) -> Table:
         more = "same" if more and count == plain else more
         label = f"{_label(name)}{' (plain)' * (not more)}"
         rows.append(Row(label, [Cell(f"{count:,}"), Cell(more)], rule=not more))
-    note = "With the vocabulary of the first task. All contestants of a backbone have the same matrix state."
+    note = "With the vocabulary of the first task. The matrix state is the same for a whole backbone."
     return Table("Sizes", ["parameters", "more than plain"], rows, note)
 
 
-DOTS = "Filled: all of the budget; hollow: a quarter of it. Lines are 95 % intervals over seeds."
+DOTS = "Filled: the full budget; hollow: a quarter of it. Lines are 95 % intervals over seeds."
 
 
 @styled
 def dot_plot(content: dict[str, Any], base: str) -> Figure:
-    """Differences of the contestants of one backbone, task by task."""
+    """Differences of one backbone's contestants, by task."""
     rows = [row for row in content["rows"] if row["baseline"] == base and row["difference"] is not None]
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     trials = [trial["name"] for trial in content["trials"]]
@@ -265,5 +265,5 @@ def dot_plot(content: dict[str, Any], base: str) -> Figure:
     axes.grid(axis="y", visible=False)
     for i in range(1, len(trials)):
         axes.axhline(i - 0.5, color=GREY, linewidth=0.4, alpha=0.5)
-    figure.legend(loc="outside upper left", ncol=2)  # above the panel: it must hide no interval
+    figure.legend(loc="outside upper left", ncol=2)  # above the panel, where it hides no interval
     return figure

@@ -1,6 +1,6 @@
-"""One page of all results there are: what was found, then the paper's tables and figures in its order.
+"""One page with all results: the findings, then the paper's tables and figures in its order.
 
-Only what has results is shown; `everything` adds the paper's full grid with what was not run.
+Only tables and models with results are shown; `everything` shows the paper's full grid.
 """
 
 import os
@@ -23,7 +23,7 @@ from osdn.results.scores import Score
 from osdn.results.store import Store, model_key
 from osdn.results.tables import Cell, Row, Table, number
 
-# What the headline compares with a block's baseline: words, column, digits, unit, and whether more is better.
+# What the headline compares with a block's baseline: words, column, digits, unit, whether higher is better.
 CLAIMS = (
     ("repeated recall", "repeated_change", 3, "", True),
     ("log perplexity", "nll_change", 3, "", False),
@@ -32,7 +32,7 @@ CLAIMS = (
 )
 
 
-# Of each kind of contest: its title, what was found, and the tables that show it.
+# For each kind of contest: its title, its findings, and the tables that show them.
 CONTESTS: dict[str, tuple[str, Callable[[Any], list[str]], Callable[[Any], list[Table]]]] = {
     "referee": ("The referee", verdicts, lambda content: [difference_table(content, 1.0)]),
     "write-gate": (
@@ -55,8 +55,8 @@ def write_report(store: Store, path: Path, everything: bool = False) -> Path:
     body.append(section("What was read", table(_files(store, path), heading=False), *_unreadable(store)))
     models = len(store.models())
     lead = (
-        f"{models} model{'s' * (models != 1)}, {len(store.files)} result files. The paper's tables and "
-        f"figures in its order, with what was measured here; the paper's own numbers are in grey italics."
+        f"{models} model{'s' * (models != 1)}, {len(store.files)} result files. Tables and figures are in "
+        f"the paper's order and show what was measured here; the paper's own numbers are in grey italics."
     )
     return write_page(path, "Online Scaled DeltaNet: results", f"<p>{lead}</p>", body, "osdn report")
 
@@ -78,12 +78,12 @@ def _headline(comparisons: list[Comparison], store: Store) -> str:
             f"{CONTESTS[content['kind']][0]}: {words}" for words in CONTESTS[content["kind"]][1](content)
         ]
     if not found:
-        found = ["No model can be compared with a baseline of its block yet."]
+        found = ["No model has a baseline to compare with yet."]
     return f'<ul class="verdicts">{"".join(f"<li>{escape(words)}</li>" for words in found)}</ul>'
 
 
 def findings(comparison: Comparison) -> Iterator[str]:
-    """One sentence per model that has a baseline to be compared with."""
+    """One sentence per model that has a baseline."""
     suffix = f" ({comparison.protocol})" if comparison.protocol else ""
     for model in comparison.models:
         base = baseline(model, comparison.models)
@@ -142,7 +142,7 @@ def _figures(spec: PaperTable, comparisons: list[Comparison], store: Store) -> l
 
 
 def _contests(store: Store) -> list[str]:
-    """The main table of every result of the referee, and of the write-gate study."""
+    """The main table of every result of the referee and the write-gate study."""
     kinds = [content["kind"] for _, content in store.contests]
     found = []
     for folder, content in store.contests:
@@ -172,7 +172,7 @@ def _operators(store: Store) -> dict[str, list[str]]:
 
 
 def operator_table(content: dict[str, Any]) -> Table:
-    """Milliseconds of the operators and their peers, with what each is against the limit."""
+    """Milliseconds of the operators and their peers, and their ratios to the limit."""
     rows = content["ms"]
     columns = {"best ms": "min", "median ms": "median", "× limit": "ratio", "H100 data sheet": "implied"}
     columns = {title: key for title, key in columns.items() if any(key in row for row in rows.values())}
@@ -194,7 +194,7 @@ def _milliseconds(x: float | None, key: str) -> str:
 
 
 def _files(store: Store, page: Path) -> Table:
-    """Every file, with what it measured and when."""
+    """Every file, with what was measured and when."""
     labels = store.labels()
     rows = []
     for file in store.files:
@@ -206,7 +206,7 @@ def _files(store: Store, page: Path) -> Table:
         date = max((m.date for m in measured), default="")[:16].replace("T", " ")
         cells = [models, data, protocol, f"{cut:,}" if cut else "", date]
         rows.append(Row(os.path.relpath(file, page.parent), [Cell(text) for text in cells]))
-    head = ["model", "data", "protocol", "cut prompts", "date, UTC"]
+    head = ["model", "data", "protocol", "truncated prompts", "date, UTC"]
     return Table("What was read", head, rows, left=range(5), links=True)
 
 
@@ -214,4 +214,4 @@ def _unreadable(store: Store) -> list[str]:
     if not store.unreadable:
         return []
     items = "".join(f"<li>{escape(str(p))}: {escape(why)}</li>" for p, why in store.unreadable.items())
-    return [f"<p>Not understood, and left out:</p><ul>{items}</ul>"]
+    return [f"<p>These files could not be read and are left out:</p><ul>{items}</ul>"]

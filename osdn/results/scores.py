@@ -1,7 +1,7 @@
-"""Scores and what follows from them: averages, the geometric mean, the drift, differences to a baseline.
+"""Scores and the scores derived from them: averages, the geometric mean, the drift, changes from a baseline.
 
-A score is a number and its standard error.  Derived scores are computed here and nowhere else, from whatever
-scores there are; one that lacks a part is absent, so that tables can be made at any time.
+A score is a number with its standard error.  Derived scores are computed only here, from whatever scores
+there are.  If a part is missing the derived score is absent, so tables can be made at any time.
 """
 
 import math
@@ -42,22 +42,22 @@ MEANS = {
     "code_repeated": CODE_TWICE,
     "code_recall": CODE + CODE_TWICE,
 }
-# The differences to a baseline that the paper prints, and the columns each is made of.
+# The differences from a baseline that the paper prints, and the columns they are computed from.
 CHANGES = {"repeated_change": REPEATED, "nll_change": ("wikitext_ppl", "lambada_ppl")}
 COMPARED = tuple(column for parts in CHANGES.values() for column in parts)
 
 
 class Score(NamedTuple):
     value: float
-    error: float | None = None  # its standard error, if that is known
+    error: float | None = None  # its standard error, if known
 
 
 Scores = Mapping[str, Score]
-Documents = Mapping[str, np.ndarray]  # what each document scored, by column: [N], or [N, 2] with lengths
+Documents = Mapping[str, np.ndarray]  # the scores of documents by column: [N], or [N, 2] with lengths
 
 
 def derive(scores: Scores) -> dict[str, Score]:
-    """The scores and what follows from them."""
+    """The scores, together with those derived from them."""
     found = {
         name: mean([scores[part] for part in parts])
         for name, parts in MEANS.items()
@@ -73,10 +73,10 @@ def derive(scores: Scores) -> dict[str, Score]:
 def changes(
     scores: Scores, baseline: Scores, documents: Documents | None = None, theirs: Documents | None = None
 ) -> dict[str, Score]:
-    """The differences to a baseline that the paper prints; both sides are derived already.
+    """The differences from a baseline that the paper prints; both sides must be derived already.
 
-    Where both models answered the same documents, the error is that of the paired differences: some documents
-    are hard for every model, which two independent errors would count twice.
+    If both models answered the same documents, the error is that of the paired differences: some documents
+    are hard for every model, which independent errors would count twice.
     """
     found = {}
     if "recall_repeated" in scores and "recall_repeated" in baseline:
@@ -85,13 +85,13 @@ def changes(
         found["nll_change"] = difference(_log(scores["lm_ppl"]), _log(baseline["lm_ppl"]))
     for name, score in found.items():
         pairs = [((documents or {}).get(part), (theirs or {}).get(part)) for part in CHANGES[name]]
-        error = root_of_squares(*(paired_error(*pair) for pair in pairs), scale=1 / len(pairs))
+        error = root_of_squares(*(paired_error(*pair) for pair in pairs), factor=1 / len(pairs))
         found[name] = Score(score.value, score.error if error is None else error)
     return found
 
 
 def paired_error(ours: np.ndarray | None, theirs: np.ndarray | None) -> float | None:
-    """The standard error of a difference of means over documents [N], or of ratios to lengths [N, 2]."""
+    """The standard error of a difference of means over documents [N], or of sums over lengths [N, 2]."""
     if ours is None or theirs is None or ours.shape != theirs.shape or len(ours) < 2:
         return None
     if ours.ndim == 1:
@@ -105,7 +105,7 @@ def mean(scores: list[Score]) -> Score:
     """The average of independent scores."""
     return Score(
         sum(score.value for score in scores) / len(scores),
-        root_of_squares(*(score.error for score in scores), scale=1 / len(scores)),
+        root_of_squares(*(score.error for score in scores), factor=1 / len(scores)),
     )
 
 
@@ -119,12 +119,12 @@ def geometric_mean(a: Score, b: Score) -> Score:
     return Score(value, None if middle.error is None else value * middle.error)
 
 
-def root_of_squares(*errors: float | None, scale: float = 1.0) -> float | None:
-    """The error of a sum of independent terms, times `scale`; unknown if a term's is."""
+def root_of_squares(*errors: float | None, factor: float = 1.0) -> float | None:
+    """The error of a sum of independent terms, times `factor`; unknown if the error of any term is."""
     known = [error for error in errors if error is not None]
-    return scale * math.hypot(*known) if len(known) == len(errors) else None
+    return factor * math.hypot(*known) if len(known) == len(errors) else None
 
 
 def _log(score: Score) -> Score:
-    """To first order, the error of a logarithm is relative."""
+    """The logarithm; to first order, its error is the relative error."""
     return Score(math.log(score.value), None if score.error is None else score.error / score.value)

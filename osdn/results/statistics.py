@@ -1,7 +1,7 @@
 """Means over seeds with their uncertainty, and differences between runs that share a seed.
 
-A bootstrap interval over few seeds is too narrow (of three it is their range), so a paired difference also
-carries the probability that random signs would give as large a mean: it says what so many seeds can tell.
+A bootstrap interval over few seeds is too narrow (with three it is their range), so a paired difference also
+carries the probability that random signs would give a mean as large.
 """
 
 import math
@@ -30,9 +30,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference(Estimate):
-    """A mean of paired differences; `p_value` is of the sign-flip test (Fisher 1935), two-sided.
+    """A mean of paired differences; `p_value` is that of the two-sided sign-flip test (Fisher 1935).
 
-    It is exact for up to 14 seeds, beyond from random signs, and NaN where a value is not finite.
+    It is exact for up to 14 seeds, estimated from random signs beyond that, and NaN if a value is not finite.
     """
 
     p_value: float
@@ -43,7 +43,7 @@ class Difference(Estimate):
 
     @property
     def seen(self) -> bool:
-        """Whether the interval leaves zero out and chance is an unlikely explanation."""
+        """Whether the interval excludes zero and chance is an unlikely explanation."""
         return (self.low > 0 or self.high < 0) and self.p_value <= 0.05
 
 
@@ -56,12 +56,12 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
-    """`values - baseline`, both one per seed and in the same order."""
+    """`values - baseline`, both with one value per seed in the same order."""
     x = np.asarray(values, float) - np.asarray(baseline, float)
     e = estimate(x.tolist())
     if len(x) <= 14:  # all sign patterns
         signs = np.array(list(product((-1, 1), repeat=len(x))))
-    else:  # the one that was seen, and random ones
+    else:  # the observed pattern, and random ones
         drawn = np.random.default_rng(0).choice((-1, 1), size=(RESAMPLES, len(x)))
         signs = np.concatenate([np.ones((1, len(x))), drawn])
     means = np.abs((signs * x).mean(1))
@@ -70,12 +70,12 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
 
 
 def t_test(values: Sequence[float], baseline: Sequence[float]) -> float:
-    """The two-sided p-value of Student's paired t-test; NaN where a value is not finite.
+    """The two-sided p-value of Student's paired t-test; NaN if a value is not finite.
 
-    The sign-flip test cannot go below 2 / 2^n, which no correction for many comparisons survives with few
-    seeds.  This one can, at the price of assuming that differences are about normal.  Equal differences, as
-    of accuracies that are quotients of small numbers, have no spread to judge by: theirs is the sign-flip
-    test's.
+    The sign-flip test cannot go below 2 / 2^n, so with few seeds it never survives a correction for many
+    comparisons.  The t-test can, but assumes that differences are roughly normal.  If all differences are
+    equal, as can happen with accuracies on few examples, there is no spread, and the p-value is that of the
+    sign-flip test.
     """
     x = np.asarray(values, float) - np.asarray(baseline, float)
     if not np.isfinite(x).all():
@@ -91,7 +91,7 @@ def t_test(values: Sequence[float], baseline: Sequence[float]) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number by Holm's step-down method (Holm 1979); NaN stays and counts as 1.
+    """p-values corrected by Holm's step-down method (Holm 1979); a NaN stays NaN and counts as 1.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]

@@ -1,9 +1,9 @@
-"""Result files: how they are written, and the one reader that everything which shows results goes through.
+"""Result files: how they are written, and the only reader, which everything that shows results uses.
 
-A file names its model by an `Identity` (name, preset, digest of the weights, block) and says what was
-measured: the protocol (limit, window, dtype, ...) and the data (source, number of documents, digest).  Read
-back, it becomes measurements, one per column.  Two measurements are the same only if model, weights, column,
-protocol and data are; then the newer one counts.  A file that cannot be understood is named, never half read.
+A file identifies its model by an `Identity` (name, preset, digest of the weights, block) and records what was
+measured: the protocol (limit, window, dtype, ...) and the data (source, number of documents, digest).
+Reading it gives one measurement per column.  If two measurements agree in model, weights, column, protocol
+and data, the newer one counts.  A file that cannot be read is reported and ignored as a whole.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from osdn.models.identity import DIGITS, Identity
 from osdn.results.names import title
 from osdn.results.scores import Score
 
-METRICS, TRAINING = "metrics.jsonl", "training.json"  # a training run's log, and what it was
-# A protocol is spelled out in a table's title only where it departs from this.
+METRICS, TRAINING = "metrics.jsonl", "training.json"  # a training run's log, and its record
+# A table's title mentions only what differs from this protocol.
 STANDARD = {
     "window": 1000, "dtype": "float32", "context": 4096, "block": 20_480,  # osdn eval
     "count": 16, "length": 2048,  # osdn diagnose
@@ -36,12 +36,12 @@ WORDS = {"max_length": "max length"}
 
 
 def now() -> str:
-    """The time as result files state it."""
+    """The current time in the format of result files."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def digest(rows: Iterable[Any]) -> str:
-    """The beginning of a SHA-256 over rows of data in their order, whatever the order of a row's fields.
+    """The first digits of a SHA-256 over rows of data; it depends on the order of rows, not of their fields.
 
     >>> digest([{"text": "a", "label": 1}]) == digest([{"label": 1, "text": "a"}])
     True
@@ -53,7 +53,7 @@ def digest(rows: Iterable[Any]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Date, versions and machine, for the head of a result file."""
+    """Date, versions and machine, for the start of a result file."""
     packages = {}
     for name in ("osdn", "torch", "transformers", "datasets", "lm_eval", "triton"):
         try:
@@ -68,7 +68,7 @@ def environment() -> dict[str, Any]:
 
 
 def save_json(path: str | Path, content: dict[str, Any]) -> Path:
-    """Write `content` under the current environment; a reader never sees half a file."""
+    """Write the current environment and `content`; a reader never sees half a file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**environment(), **content}, indent=2)
@@ -76,14 +76,14 @@ def save_json(path: str | Path, content: dict[str, Any]) -> Path:
     with partial.open("w", encoding="utf-8") as file:
         file.write(text + "\n")
         file.flush()
-        os.fsync(file.fileno())  # else a power cut may leave the new name with nothing in it
+        os.fsync(file.fileno())  # otherwise a power cut may leave an empty file under the new name
     partial.replace(path)
     return path
 
 
 @dataclass(frozen=True)
 class Data:
-    """What was read; the digest decides whether two results are about the same documents."""
+    """The data of a result; the digest decides whether two results are about the same documents."""
 
     source: str
     documents: int | None = None
@@ -109,10 +109,10 @@ class Measurement:
     score: Score
     file: Path
     date: str
-    protocol: str = ""  # in words, what departs from the standard
+    protocol: str = ""  # in words, how it differs from the standard
     data: Data = Data("")
-    cut: int = 0  # prompts that were cut
-    documents: np.ndarray | None = field(default=None, compare=False)  # what each document scored
+    cut: int = 0  # prompts that were truncated
+    documents: np.ndarray | None = field(default=None, compare=False)  # the score of each document
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -130,7 +130,7 @@ class Run:
 
 @dataclass
 class Store:
-    """All results under some folders."""
+    """All results found in some folders."""
 
     measurements: list[Measurement] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
@@ -139,10 +139,10 @@ class Store:
     contests: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)  # of the referee
     operators: list[dict[str, Any]] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
-    unreadable: dict[Path, str] = field(default_factory=dict)  # and why
+    unreadable: dict[Path, str] = field(default_factory=dict)  # file -> reason
 
     def models(self) -> list[Identity]:
-        """Every model that there is a result of, blocks together, each block's baseline first."""
+        """Every model with a result, grouped by block, each block's baseline first."""
         found: dict[tuple[Any, ...], Identity] = {}
         for identity in self._identities():
             found.setdefault(model_key(identity), identity)
@@ -150,7 +150,7 @@ class Store:
         return sorted(found.values(), key=lambda m: (blocks.index(m.block), not m.baseline))
 
     def labels(self) -> dict[tuple[Any, ...], str]:
-        """What each model is called: its title, and where several share it, also where its weights lie."""
+        """The label of each model: its title, plus the place of its weights if several models share it."""
         models = self.models()
         trained = [model for model in models if model.weights is not None]
         names = [model.model for model in trained]
@@ -165,7 +165,7 @@ class Store:
         return labels
 
     def _identities(self) -> Iterator[Identity]:
-        # Presets that were only timed come last: their name is then a trained model's, if there is one.
+        # Presets that were only timed come last, so a trained model of the same name takes precedence.
         found = [m.model for m in self.measurements] + [run.model for run in self.runs]
         yield from sorted(found, key=lambda model: model.weights is None)
 
@@ -176,7 +176,7 @@ def model_key(model: Identity) -> tuple[Any, ...]:
 
 
 def read_results(paths: Iterable[str | Path]) -> Store:
-    """Everything under the paths that is a result; of several measurements of one thing the newest counts."""
+    """All results in the paths; if something was measured several times, the newest result counts."""
     store = Store()
     found: dict[tuple[Any, ...], Measurement] = {}
     for path in _candidates(map(Path, paths)):
@@ -186,11 +186,11 @@ def read_results(paths: Iterable[str | Path]) -> Store:
             else:
                 measurements = _read_file(store, path)
         except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
-            what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             store.unreadable[path] = what or type(error).__name__
             continue
         if measurements is None:
-            continue  # a file of somebody else's
+            continue  # not one of our files
         store.files.append(path)
         for measurement in measurements:
             before = found.get(measurement.key)
@@ -204,14 +204,14 @@ def _candidates(paths: Iterable[Path]) -> list[Path]:
     found: set[Path] = set()
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist; name a folder or file of results, such as runs")
+            raise FileNotFoundError(f"{path} does not exist; name a result file or folder, such as runs")
         files = [path] if path.is_file() else [*path.rglob("*.json"), *path.rglob(METRICS)]
         found |= {f for f in files if not any(part.startswith("checkpoint-") for part in f.parts)}
     return sorted(found)
 
 
 def _read_file(store: Store, path: Path) -> list[Measurement] | None:
-    """The measurements of a result file; None if it is none of ours."""
+    """The measurements of a result file; None if it is not one of ours."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError):
@@ -301,12 +301,12 @@ def _read_training(store: Store, path: Path, content: dict[str, Any]) -> list[Me
 
 
 def _read_log(store: Store, path: Path) -> list[Measurement] | None:
-    """The losses of a run; its numbers are in `training.json` beside them."""
+    """Add the losses of a run; its final numbers are in `training.json` next to the log."""
     if not (path.parent / TRAINING).is_file():
-        return None  # somebody else's log
+        return None  # not one of our logs
     run = read_run(path.parent)
     if not run.lines:
-        return None  # it has only begun
+        return None  # the run has just started
     store.runs.append(run)
     return []
 
@@ -314,19 +314,19 @@ def _read_log(store: Store, path: Path) -> list[Measurement] | None:
 def read_run(folder: Path) -> Run:
     """A training run and its losses."""
     if not (folder / METRICS).is_file() or not (folder / TRAINING).is_file():
-        raise FileNotFoundError(f"{folder} is not the folder of a run: it has no {METRICS} and {TRAINING}")
+        raise FileNotFoundError(f"{folder} is not the folder of a run: it needs {METRICS} and {TRAINING}")
     lines = []
     for line in (folder / METRICS).read_text().splitlines():
         try:
             lines.append(json.loads(line))
-        except ValueError:  # a kill cut it off
+        except ValueError:  # cut off when the run was killed
             continue
     record = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
     return Run(_identity(record), folder, lines)
 
 
 def in_words(protocol: dict[str, Any]) -> str:
-    """What departs from the standard: {"limit": 10, "window": 1000} is "limit 10"."""
+    """How a protocol differs from the standard: {"limit": 10, "window": 1000} is "limit 10"."""
     parts = []
     for name, value in protocol.items():
         if value is None or STANDARD.get(name) == value:
@@ -342,7 +342,7 @@ def _interval(q: dict[str, float]) -> Score:
 
 def _number(x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise TypeError(f"{x!r} stands where a number should")
+        raise TypeError(f"expected a number, got {x!r}")
     return float(x)
 
 
@@ -359,7 +359,7 @@ def _checked_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _checked_contest(content: dict[str, Any]) -> dict[str, Any]:
-    """A result that has every contestant in every trial after a quarter, half and all of the budget."""
+    """The result, if it has every contestant in every trial after a quarter, half and all of the budget."""
     rows, trials = content["rows"], [trial["name"] for trial in content["trials"]]
     if content["kind"] == "write-gate":
         trials = [f"{trial['group']}, {trial['change']}" for trial in content["trials"]]

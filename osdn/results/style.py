@@ -1,4 +1,4 @@
-"""One look for every figure: fonts, grid, and a colour per model that is the same wherever it appears."""
+"""One look for every figure: fonts, grid, and one colour per model everywhere."""
 
 import io
 import re
@@ -28,10 +28,10 @@ STYLE: dict[str, Any] = {
     "legend.fontsize": 8,
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
-    "svg.fonttype": "none",  # text stays text: it can be searched, and scales with the page's font
-    "svg.hashsalt": "osdn",  # the same figure is the same bytes
+    "svg.fonttype": "none",  # text stays text: it is searchable and uses the page's font
+    "svg.hashsalt": "osdn",  # drawing a figure twice gives the same bytes
 }
-styled = matplotlib.rc_context(STYLE)  # a decorator: matplotlib reads some settings only as it draws
+styled = matplotlib.rc_context(STYLE)  # a decorator: matplotlib reads some settings only while drawing
 GREY = "#6b7482"
 INK = "#20242c"
 
@@ -57,9 +57,9 @@ OTHERS = ("#1f8fa8", "#a8477a", "#6c8b2f", "#c2452d", "#3f5fae", "#8a6d1b", "#56
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour per name: a variant's own, and for every other name one that no other name here has.
+    """One colour per name, all different while there are enough: a variant has its own colour everywhere.
 
-    A variant at several sizes or sweeps keeps its colour for the first; the others are told apart.
+    If a variant appears several times, with other sizes or sweeps, only the first gets its colour.
     """
     found: dict[str, str] = {}
     waiting = []
@@ -71,7 +71,8 @@ def colours(names: Iterable[str]) -> dict[str, str]:
             waiting.append(name)
     free = [c for c in (*OTHERS, *COLOURS.values()) if c not in found.values()] or list(OTHERS)
     for name in waiting:
-        place = zlib.crc32(name.encode()) % len(OTHERS)  # the same name prefers the same colour everywhere
+        # by hash, so that a name has the same colour everywhere if it is free
+        place = zlib.crc32(name.encode()) % len(OTHERS)
         wanted = OTHERS[place]
         colour = wanted if wanted in free else free[0]
         found[name] = colour
@@ -81,7 +82,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def legend_label(name: str) -> str:
-    """A name for a legend: matplotlib reads `$` as mathematics and leaves out what starts with `_`."""
+    """A name for a legend: matplotlib treats `$` as mathematics and skips labels that start with `_`."""
     text = title(name).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
@@ -89,7 +90,7 @@ def legend_label(name: str) -> str:
 def panels(
     rows: int, columns: int, size: tuple[float, float], **options: Any
 ) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure in our style."""
+    """An empty figure in the common style."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         return figure, [list(row) for row in figure.subplots(rows, columns, squeeze=False, **options)]
@@ -102,7 +103,7 @@ def panel(xlabel: str = "", ylabel: str = "", size: tuple[float, float] = (4.6, 
 
 
 def legend(axes: Axes, beside: bool = False) -> None:
-    """Beside the panel where there are many lines: a legend must hide nothing."""
+    """Add a legend; with many lines it goes beside the panel, where it hides nothing."""
     handles, _ = axes.get_legend_handles_labels()
     if beside or len(handles) > 4:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
@@ -111,7 +112,7 @@ def legend(axes: Axes, beside: bool = False) -> None:
 
 
 def save(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
-    """Every figure as name.svg and name.png."""
+    """Save every figure as name.svg and name.png."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with matplotlib.rc_context(STYLE):
@@ -123,7 +124,7 @@ def save(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an `<svg>` element to put into a page, with identifiers that no other figure has."""
+    """The figure as an `<svg>` element for a page, with identifiers unique to this figure."""
     text = io.StringIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(text, format="svg", metadata={"Date": None})
@@ -135,5 +136,5 @@ def svg(figure: Figure) -> str:
     found = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', found)
     found = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", found)
     width = float(re.search(r'<svg [^>]*width="([\d.]+)pt"', found).group(1))  # type: ignore[union-attr]
-    size = f'style="width:{width / 12:.1f}rem"'  # as wide as drawn, narrower where the page is
+    size = f'style="width:{width / 12:.1f}rem"'  # as wide as drawn, but never wider than the page
     return re.sub(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', rf'<svg \1 {size} role="img">', found, count=1)

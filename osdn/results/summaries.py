@@ -1,4 +1,4 @@
-"""What one result file says, as tables: printed when a measurement ends."""
+"""One result file as tables, printed at the end of a measurement."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from osdn.results.tables import Cell, Row, Table, number, score_cell
 
 
 def suite_table(content: dict[str, Any], spec: PaperTable) -> Table:
-    """The scores of an evaluated suite, with the paper's beside them if the model is one of its own."""
+    """The scores of a suite, beside the paper's if the model is one of the paper's."""
     results, errors = content["results"], content["errors"]
     printed = spec.figures(content["preset"] or content["model"])
     rows = []
@@ -29,20 +29,20 @@ def suite_table(content: dict[str, Any], spec: PaperTable) -> Table:
 
 
 def _cuts(tasks: dict[str, dict[str, Any]]) -> str:
-    """What of the data was cut, and by what."""
+    """How much of the data was truncated, and why."""
     notes = []
     for name, task in tasks.items():
         if task.get("cut"):
             documents = task["data"]["documents"]
-            notes.append(f"{name}: {task['cut']} of {documents} documents were cut to the window.")
+            notes.append(f"{name}: {task['cut']} of {documents} documents were truncated to the window.")
         if truncated := task.get("truncated", {}).get("prompts"):
             lost = task["truncated"]["tokens"]
-            notes.append(f"{name}: {truncated} prompts were too long and lost {lost:,} tokens.")
+            notes.append(f"{name}: {truncated} prompts were too long and lost {lost:,} tokens in total.")
     return " ".join(notes)
 
 
 def diagnosis_tables(content: dict[str, Any]) -> list[Table]:
-    """The residual ratios by task, and by layer."""
+    """The residual ratios by task and by layer."""
     printed = DIAGNOSTIC.figures(content["preset"] or content["model"])
     tasks = {"all": content["all"], **(content["tasks"] if len(content["tasks"]) > 1 else {})}
     rows = []
@@ -58,7 +58,7 @@ def diagnosis_tables(content: dict[str, Any]) -> list[Table]:
     head = ["q_geo", "q_arith", "1st", "2nd", "writes", *(["paper"] if printed else [])]
     name = f"Residual ratio of {title(content['model'])}, ± half of the 95 % interval; 1st and 2nd reading"
     cut = content.get("truncated", {}).get("prompts", 0)
-    note = f"{cut} prompts were cut to {content['protocol']['length']:,} tokens." if cut else ""
+    note = f"{cut} prompts were truncated to {content['protocol']['length']:,} tokens." if cut else ""
     return [Table(name, head, rows, note), _layers(content)]
 
 
@@ -78,7 +78,7 @@ def _layers(content: dict[str, Any]) -> Table:
 
 
 def throughput_table(content: dict[str, Any]) -> Table:
-    """Ours, and the paper's below it."""
+    """The measured throughput of each model, with the paper's figures below it."""
     rows = []
     block = None
     for row in content["rows"]:
@@ -94,14 +94,14 @@ def throughput_table(content: dict[str, Any]) -> Table:
             cells = [score_cell(score, c.digits, c.signed) for score, c in zip(theirs, columns)]
             rows.append(Row("the paper's, H100", cells, faint=True))
     name = (
-        f"{content['prefill']:,} tokens of prompt and {content['decode']} generated, {content['device']}, "
+        f"{content['prefill']:,} prompt tokens and {content['decode']} generated, {content['device']}, "
         f"{content['dtype']}"
     )
     return Table(name, [c.title for c in THROUGHPUT.columns], rows)
 
 
 def check_tables(title_: str, checks: Sequence[Any], violations: Sequence[Any]) -> list[Table]:
-    """The theory's statements, and what became of each without one of its hypotheses."""
+    """The statements of the theory, and whether they hold without one of their hypotheses."""
     held = [Row(c.statement, [*_sides(c), Cell(c.tightness), Cell(c.verdict, good=c.passed)]) for c in checks]
     head = ["left", "", "right"]
     name = f"{title_} (logarithms, medians)"
@@ -114,7 +114,7 @@ def check_tables(title_: str, checks: Sequence[Any], violations: Sequence[Any]) 
         broken.append(Row(violation.check.statement, [*cells, Cell("; ".join(violation.check.violated))]))
     if broken:
         name = "Each hypothesis broken on purpose (logarithms, medians)"
-        found.append(Table(name, [*head, "and it", "without"], broken, corner="statement", left=(1, 3, 4)))
+        found.append(Table(name, [*head, "outcome", "without"], broken, corner="statement", left=(1, 3, 4)))
     return found
 
 

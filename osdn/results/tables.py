@@ -1,4 +1,4 @@
-"""Tables: one description, set for the terminal, in Markdown, LaTeX, HTML and CSV."""
+"""Tables: one description, rendered for the terminal and as Markdown, LaTeX, HTML and CSV."""
 
 import csv
 import html
@@ -20,9 +20,9 @@ NONE = "–"
 @dataclass(frozen=True)
 class Cell:
     text: str = NONE
-    error: str = ""  # a standard error or an interval, set small
-    best: bool = False  # of those it competes with
-    good: bool | None = None  # a verdict, set in colour
+    error: str = ""  # a standard error or an interval, in small print
+    best: bool = False  # the best of its block, in bold
+    good: bool | None = None  # a verdict, shown in colour
     score: Score | None = None  # the number behind the text
 
 
@@ -31,24 +31,24 @@ class Row:
     label: str
     cells: Sequence[Cell]
     rule: bool = False  # a line above it
-    faint: bool = False  # not measured here: the paper's
-    heading: bool = False  # a line of its own above the rows that follow
+    faint: bool = False  # not measured here, such as the paper's figures
+    heading: bool = False  # a heading for the rows below
 
 
 @dataclass(frozen=True)
 class Table:
     title: str
-    head: Sequence[str]  # without the column of labels
+    head: Sequence[str]  # the columns' titles, without that of the labels
     rows: Sequence[Row]
     note: str = ""
-    corner: str = ""  # above the labels
-    keys: Sequence[str] = ()  # names of the columns in files, if they are not the heads
-    left: Sequence[int] = ()  # columns of words
-    links: bool = False  # the labels are files, relative to the page
+    corner: str = ""  # the title of the labels
+    keys: Sequence[str] = ()  # names of the columns in files, if they differ from the titles
+    left: Sequence[int] = ()  # left-aligned columns, which hold text
+    links: bool = False  # whether labels are links to files, relative to the page
 
 
 def number(x: float | None, digits: int, signed: bool = False) -> str:
-    """A score as people read it.
+    """A score with a readable number of digits.
 
     >>> number(0.12345, 3, True), number(123456789.0, 2), number(None, 3)
     ('+0.123', '1.23e+08', '–')
@@ -68,7 +68,7 @@ def score_cell(score: Score | None, digits: int, signed: bool = False, best: boo
 
 
 def for_terminal(table: Table, width: int) -> Iterator[RichTable]:
-    """The table; one of numbers that is wider than the terminal is turned on its side, in parts."""
+    """The table; a table of numbers that is wider than the terminal is transposed and split."""
     label = max((len(row.label) for row in table.rows), default=0)
     if table.left or label + sum(_widths(table)) + 4 < width or any(row.heading for row in table.rows):
         yield _upright(table)
@@ -77,7 +77,7 @@ def for_terminal(table: Table, width: int) -> Iterator[RichTable]:
 
 
 def _widths(table: Table) -> list[int]:
-    """Characters that each column takes, with the space before it."""
+    """The width of each column in characters, including the space before it."""
     found = [max(map(len, title.split()), default=0) for title in table.head]
     for row in table.rows:
         if not row.heading:
@@ -107,7 +107,7 @@ def _upright(table: Table) -> RichTable:
 
 
 def _sideways(table: Table, width: int) -> Iterator[RichTable]:
-    """One column per row, the paper's figures below ours."""
+    """The table transposed, one column per row, with the paper's figures below ours."""
     models: list[tuple[str, Sequence[Cell], Sequence[Cell] | None]] = []
     paper = ""
     for row in table.rows:
@@ -118,7 +118,7 @@ def _sideways(table: Table, width: int) -> Iterator[RichTable]:
             models.append((row.label, row.cells, None))
     first = max(len(name) for name in (paper, *table.head))
     at_once = max(1, (width - first - 4) // 9)
-    at_once = -(-len(models) // -(-len(models) // at_once))  # parts of one size
+    at_once = -(-len(models) // -(-len(models) // at_once))  # parts of equal size
     for start in range(0, len(models), at_once):
         part = models[start : start + at_once]
         found = _new(table)
@@ -190,7 +190,7 @@ def _tex(text: str) -> str:
 
 
 def html_table(table: Table) -> str:
-    """A `<table>` inside a box that scrolls sideways where the page is narrow."""
+    """A `<table>` inside a box that scrolls sideways on a narrow page."""
     head = "".join(f"<th{_aside(table, i)}>{html.escape(t)}</th>" for i, t in enumerate(table.head))
     body = []
     for row in table.rows:

@@ -1,1 +1,1 @@
-"""Training on `transformers.Trainer`: data, packing, settings, checkpoints and what is seen while it runs."""
+"""Training on `transformers.Trainer`: data, packing, settings, checkpoints and monitoring."""

@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints are either complete or absent.
 
-A checkpoint is written aside, its files are listed with their checksums, everything is forced to the disk,
-and only then does a rename give it its name.  A process killed at any moment leaves the checkpoints it had;
-one that the disk damaged later is found out by its checksums, and the one before it is used.  Reading a
-checkpoint never runs code that is written in it, wherever it comes from.
+A checkpoint is written to a staging directory, its files are listed with their checksums, everything is
+flushed to disk, and only then is it renamed to its final name.  Killing the process at any moment leaves the
+earlier checkpoints intact.  If a disk damages one later, its checksums reveal that, and the previous one is
+used.  Reading a checkpoint never runs code from it, wherever it comes from.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 STAGING = ".writing"
 SHARDS, OPTIMIZER_SHARDS = "pytorch_model_fsdp_0", "optimizer_0"  # accelerate's names for them
 POSITION = "position.json"
-# What a manifest must list, one of the alternatives each: names may be patterns.
+# What a manifest must list: one of the alternatives in each tuple; names can be patterns.
 MODEL_FILES = (("config.json",), ("model*.safetensors",))
 CHECKPOINT_FILES = (
     ("config.json",),
@@ -43,20 +43,20 @@ CHECKPOINT_FILES = (
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Give a directory that was written aside its name; afterwards it is there, whole, whatever happens."""
+    """Move a staged directory to its final name; from then on it is complete, whatever happens."""
     files = sorted(path for path in staged.rglob("*") if path.is_file())
     digests = {path.relative_to(staged).as_posix(): _digest(path) for path in files}
     (staged / MANIFEST).write_text(json.dumps(digests, indent=1))
     for path in [*staged.rglob("*"), staged]:
         _flush(path)
-    if final.exists():  # a damaged one, which this replaces
+    if final.exists():  # it is damaged and gets replaced
         shutil.rmtree(final)
     staged.rename(final)
     _flush(final.parent)
 
 
 def damage(folder: Path, needed: tuple[tuple[str, ...], ...] = CHECKPOINT_FILES) -> str | None:
-    """What is wrong with a checkpoint or with a model's directory, or None."""
+    """What is wrong with a checkpoint or a model's directory; None if nothing is."""
     name = MANIFEST
     try:
         digests = json.loads((folder / MANIFEST).read_text())
@@ -68,29 +68,29 @@ def damage(folder: Path, needed: tuple[tuple[str, ...], ...] = CHECKPOINT_FILES)
             if ".." in path.parts or folder not in path.parents or not path.is_file():
                 return f"{name} is missing"
             if _digest(path) != digest:
-                return f"{name} is not what was written"
+                return f"{name} has changed since it was written"
             _check_readable(path)
-    except Exception as error:  # a file that was made to break its reader may raise anything
+    except Exception as error:  # a malicious file may raise anything
         return f"{name}: {error}"
     return None
 
 
 def _check_readable(path: Path) -> None:
-    """Raise an error for a file that its reader will refuse; no reader runs code from a file."""
+    """Raise an error for a file that its reader would reject; no reader runs code from a file."""
     if path.suffix == ".json":
         json.loads(path.read_text())
     elif path.suffix == ".safetensors":
         with safe_open(path, framework="pt"):
             pass
     elif path.suffix in (".pt", ".pth"):
-        with safe_globals():  # for the states of NumPy's random numbers
+        with safe_globals():  # for NumPy's random states
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     elif path.name == INDEX:
         check_shards(path.parent)
 
 
-def put_aside(path: Path) -> None:
-    """Rename what is damaged, so that its name is free again and nothing is lost."""
+def set_aside(path: Path) -> None:
+    """Rename a damaged directory, so that its name is free again and nothing is lost."""
     aside, count = path.with_name(f"damaged-{path.name}"), 1
     while aside.exists():
         count += 1
@@ -113,18 +113,18 @@ def is_sharded(checkpoint: Path) -> bool:
 
 
 def newest_good(run: Path) -> Path | None:
-    """The newest checkpoint that is not damaged; says which ones are."""
+    """The newest checkpoint that is not damaged; warns about those that are."""
     for checkpoint in checkpoints(run):
         reason = damage(checkpoint)
         if reason is None:
             return checkpoint
-        logger.warning("%s is damaged (%s); looking for the one before it", checkpoint, printable(reason))
+        logger.warning("%s is damaged (%s); trying the previous one", checkpoint, printable(reason))
     return None
 
 
 def prune(run: Path, keep: int) -> None:
     for checkpoint in checkpoints(run)[keep:]:
-        # renamed first: what a kill leaves half deleted must not look like a checkpoint
+        # rename first: if killed now, the half-deleted directory must not look like a checkpoint
         doomed = run / STAGING / f"old-{checkpoint.name}"
         doomed.parent.mkdir(exist_ok=True)
         checkpoint.rename(doomed)
@@ -132,7 +132,7 @@ def prune(run: Path, keep: int) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by another at once."""
+    """Replace a file atomically."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text)
     _flush(partial)
@@ -147,20 +147,20 @@ def convert(checkpoint: str | Path, output: str | Path) -> Path:
     if (reason := damage(checkpoint)) is not None:
         raise ValueError(f"{checkpoint} is damaged: {reason}")
     if output.exists():
-        raise FileExistsError(f"{output} exists; choose another name or remove it")
+        raise FileExistsError(f"{output} already exists; choose another name or remove it")
     try:
         model = OSDNForCausalLM(OSDNConfig.from_pretrained(checkpoint))
         _load_weights(model, checkpoint)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-    except Exception as error:  # its files are as they were written, but do not belong together
-        raise ValueError(f"{checkpoint} does not hold a model that can be loaded: {error}") from error
+    except Exception as error:  # the files are intact, but do not belong together
+        raise ValueError(f"{checkpoint} does not contain a model that can be loaded: {error}") from error
     staged = output.with_name(f".{output.name}.writing")
     try:
         shutil.rmtree(staged, ignore_errors=True)
         model.save_pretrained(staged)
         tokenizer.save_pretrained(staged)
         publish(staged, output)
-    except Exception as error:  # every library has its own for a full disk
+    except Exception as error:  # each library raises its own error for a full disk
         shutil.rmtree(staged, ignore_errors=True)
         raise OSError(f"{output} could not be written: {error}") from error
     return output
@@ -172,7 +172,7 @@ def _load_weights(model: OSDNForCausalLM, checkpoint: Path) -> None:
         return
     files = sorted(checkpoint.glob("model*.safetensors"))
     weights = {k: v for file in files for k, v in load_file(file).items()}
-    if model.config.tie_word_embeddings:  # one tensor, saved once
+    if model.config.tie_word_embeddings:  # it is a single tensor, saved once
         weights.setdefault("lm_head.weight", weights["model.embeddings.weight"])
     model.load_state_dict(weights)
 

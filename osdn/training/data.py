@@ -1,9 +1,9 @@
-"""Where text comes from and how it becomes tokens.
+"""Loading text and turning it into tokens.
 
-A source is a name: `stdlib` (the running Python's own sources, always there), `installed` (those and the
-sources of all installed packages), a file, a directory, or a data set of the Hugging Face hub.  Each becomes
-a `datasets` data set of documents, and tokenising it is a `map` that `datasets` runs in parallel, once, with
-progress: the result is cached under a fingerprint of the text and of the tokenizer.
+A source is `stdlib` (the sources of Python's standard library, which are always available), `installed`
+(those and the sources of all installed packages), a file, a directory, or a data set on the Hugging Face hub.
+Each becomes a `datasets` data set of documents. It is tokenised once, by a parallel `map` with a progress
+bar, and the result is cached under a fingerprint of the text and the tokenizer.
 """
 
 import os
@@ -26,7 +26,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from osdn.hub import hub_answers, no_waiting
 
 END_OF_TEXT = "<|endoftext|>"
-FORMATS = {
+TEXT_FORMATS = {
     ".parquet": "parquet",
     ".jsonl": "json",
     ".json": "json",
@@ -34,14 +34,14 @@ FORMATS = {
     ".py": "text",
     ".md": "text",
 }
-VALIDATION_SHARE = 20  # one file of the standard library in so many is held out
+VALIDATION_SHARE = 20  # one in so many source files is held out
 
 
 class SourceFiles:
-    """Python files that are always there: "stdlib", or "installed", which is that and all installed packages.
+    """Python files that are always available: "stdlib", or "installed", which adds all installed packages.
 
-    A file's path decides whether it is held out, so that no version of a package moves a file from one side
-    to the other.  The order is fixed and mixes packages: any part of it from the beginning is a fair sample.
+    A file's path decides whether it is held out, so a new version of a package never moves a file between
+    splits.  The order of "installed" mixes packages, so that the first files are a fair sample.
     """
 
     def __init__(self, source: str) -> None:
@@ -61,23 +61,23 @@ class SourceFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of what was found: names and sizes."""
+        """A hash of the files' names and sizes."""
         return Hasher.hash([(name, path.stat().st_size) for name, path in self.paths.items()])
 
     def texts(self, split: str = "train") -> Iterator[str]:
-        """The files of "train" or of "validation"."""
+        """The files of a split, "train" or "validation"."""
         if split not in ("train", "validation"):
             raise ValueError(f'split is {split!r}; {self.source} has "train" and "validation"')
         for name, path in self.paths.items():
             if (zlib.crc32(name.encode()) % VALIDATION_SHARE == 0) == (split == "validation"):
                 try:
                     yield path.read_text(encoding="utf-8")
-                except (UnicodeDecodeError, OSError):  # a few tests of the tokenizer are in other encodings
+                except (UnicodeDecodeError, OSError):  # a few tests of Python's tokenizer use other encodings
                     continue
 
 
 def stdlib_documents(split: str = "train") -> Iterator[str]:
-    """The standard library's source files in a fixed order; split is "train" or "validation"."""
+    """The source files of the standard library in a fixed order; split is "train" or "validation"."""
     return SourceFiles("stdlib").texts(split)
 
 
@@ -89,19 +89,19 @@ def load_source(
     text_column: str = "text",
     streaming: bool = False,
 ) -> Dataset | IterableDataset:
-    """The documents of a source as a data set with a column "text".
+    """The documents of a source as a data set with a "text" column.
 
     Args:
-        source: "stdlib", "installed" (that and every installed package), a file or directory of parquet,
+        source: "stdlib", "installed" (which adds every installed package), a file or directory of parquet,
             jsonl or text files (a text file is one document), or the name of a data set on the hub.
-        name: which configuration of a hub data set, say "sample-10BT".
-        split: as in `datasets.load_dataset`, slices included.
-        text_column: the column that holds the text.
-        streaming: read as needed rather than convert all of it first.
+        name: the configuration of a hub data set, such as "sample-10BT".
+        split: as in `datasets.load_dataset`, including slices.
+        text_column: the column with the text.
+        streaming: read as needed instead of converting everything first.
     """
     path = Path(source).expanduser()
     if source in ("stdlib", "installed"):
-        # What was found is part of the cache's key: another Python has other sources.
+        # The fingerprint is part of the cache key, because another Python has other sources.
         arguments = {"source": source, "split": split, "found": SourceFiles(source).fingerprint}
         data = Dataset.from_generator(_source_rows, gen_kwargs=arguments)
         data = data.to_iterable_dataset(num_shards=16) if streaming else data
@@ -115,8 +115,8 @@ def load_source(
             if not reason or "corresponds to no data" in reason:
                 reason = "it has no documents"
             raise ValueError(f"data.source is {source}, which cannot be read as {kind}: {reason}") from error
-    elif path.suffix in FORMATS or source.startswith((".", "/", "~")):
-        raise FileNotFoundError(f"data.source is {source}, and there is no such file or directory")
+    elif path.suffix in TEXT_FORMATS or source.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"data.source is {source}, but there is no such file or directory")
     else:
         try:
             with no_waiting():
@@ -137,18 +137,18 @@ def load_source(
 
 
 def checked(text: Any) -> str:
-    """A document, if it is text: files may hold nulls and numbers in its place."""
+    """The document, checked to be text: files may contain nulls or numbers instead."""
     if not isinstance(text, str):
-        raise ValueError(f"a document is {text!r:.80}, which is not text; mend or remove such documents")
+        raise ValueError(f"a document is {text!r:.80}, which is not text; fix or remove such documents")
     return text
 
 
 def tokenize(
     data: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, context_len: int
 ) -> Dataset | IterableDataset:
-    """Replace documents in "text" by their tokens in "input_ids", pieces of at most `context_len` in order.
+    """Replace the documents in "text" by their tokens in "input_ids", in pieces of at most `context_len`.
 
-    Every document is closed by the end-of-text token.  A piece comes with its "checksum".
+    Every document ends with the end-of-text token.  Each piece has a "checksum".
     """
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
@@ -162,7 +162,7 @@ def tokenize(
         return data.map(encode, batched=True, remove_columns=["text"])
     if len(data) == 0:
         raise ValueError("the data set has no documents")
-    # A tokenizer's own hash changes with its first use; its file does not.
+    # A tokenizer's hash changes when it is first used; its serialised form does not.
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
     return data.map(
         encode,
@@ -178,12 +178,12 @@ def tokenize(
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer by name or path; "bytes" is one token a byte, and an end-of-text token."""
+    """A tokenizer by name or path; "bytes" has one token per byte and an end-of-text token."""
     if name == "bytes":
         vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
         return _wrap(Tokenizer(models.BPE(vocabulary, [])))
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
-        raise FileNotFoundError(f"data.tokenizer is {name}, and there is no such directory")
+        raise FileNotFoundError(f"data.tokenizer is {name}, but there is no such directory")
     try:
         with no_waiting():
             return AutoTokenizer.from_pretrained(Path(name).expanduser() if name.startswith("~") else name)
@@ -195,7 +195,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level byte-pair vocabulary of `vocab_size` tokens, all 256 bytes and end-of-text among them."""
+    """A byte-level byte-pair vocabulary of `vocab_size` tokens, including all 256 bytes and end-of-text."""
     if vocab_size < 257:
         raise ValueError(f"vocab_size is {vocab_size}; 256 bytes and the end-of-text token need at least 257")
     tokenizer = Tokenizer(models.BPE())
@@ -224,13 +224,13 @@ def _source_rows(source: str, split: str, found: str) -> Iterator[dict[str, str]
 
 
 def _local_files(path: Path) -> tuple[str, list[str]]:
-    """The files at `path` in a fixed order, and the one format they share."""
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in FORMATS)
-    kinds = {FORMATS.get(file.suffix, file.suffix) for file in files}
-    if not files or not kinds <= set(FORMATS.values()):
-        raise ValueError(f"{path} holds no files that end in {', '.join(FORMATS)}")
+    """The files at `path` in a fixed order, and their common format."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in TEXT_FORMATS)
+    kinds = {TEXT_FORMATS.get(file.suffix, file.suffix) for file in files}
+    if not files or not kinds <= set(TEXT_FORMATS.values()):
+        raise ValueError(f"{path} has no files that end in {', '.join(TEXT_FORMATS)}")
     if len(kinds) > 1:
         raise ValueError(
-            f"{path} holds files of several formats, {', '.join(sorted(kinds))}; name one of them"
+            f"{path} has files in several formats, {', '.join(sorted(kinds))}; keep only one format in it"
         )
     return kinds.pop(), [str(file) for file in files]

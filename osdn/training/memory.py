@@ -1,7 +1,7 @@
-"""Whether a run fits, told before anything is allocated.
+"""Checks whether a run fits into memory before anything is allocated.
 
-What a token leaves behind for the backward depends on every detail of a block, so it is not computed but
-counted: one block runs on a few tokens, and a hook sees what autograd keeps.
+How much a token saves for the backward pass depends on every detail of a block, so it is measured rather than
+computed: one block runs on a few tokens, and a hook records what autograd saves.
 """
 
 import os
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from osdn.models import OSDNConfig, describe
 from osdn.models.modeling_osdn import OSDNBlock
-from osdn.training.settings import Settings
+from osdn.training.settings import RunSettings
 
 COUNTED_TOKENS = 64
 LESS_MEMORY = "Set training.gradient_checkpointing, a smaller data.seq_len, or fsdp2 on more devices."
 
 
-def check_memory(config: OSDNConfig, settings: Settings, device: torch.device, devices: int) -> None:
-    """Refuse what cannot fit: weights, gradients, AdamW's moments, and what the backward needs of a row."""
+def check_memory(config: OSDNConfig, settings: RunSettings, device: torch.device, devices: int) -> None:
+    """Reject a run whose weights, gradients, AdamW moments and activations of one row cannot fit."""
     shards = devices if settings.training.parallelism == "fsdp2" else 1
     weights, activations = 16 * describe(config).parameters / shards, 0.0
     if device.type == "cpu":
@@ -30,7 +30,7 @@ def check_memory(config: OSDNConfig, settings: Settings, device: torch.device, d
         tokens, layers = settings.data.seq_len, config.num_hidden_layers
         block = activation_bytes(config) * tokens / (2 if settings.training.precision == "bfloat16" else 1)
         activations = block * layers
-        if settings.training.gradient_checkpointing:  # one block at a time, and the float32 input of each
+        if settings.training.gradient_checkpointing:  # one block at a time, plus the float32 input of each
             activations = block + 4 * layers * config.hidden_size * tokens
     if weights + activations > free:
         raise ValueError(
@@ -41,7 +41,7 @@ def check_memory(config: OSDNConfig, settings: Settings, device: torch.device, d
 
 
 def activation_bytes(config: OSDNConfig) -> float:
-    """What a token leaves behind in one block for the backward, counted on a few tokens in float32."""
+    """The bytes per token that one block saves for the backward pass, measured on a few float32 tokens."""
     linear = next(
         i for i, kind in enumerate(config.layer_types) if kind in ("delta_rule", "linear_attention")
     )
@@ -60,5 +60,5 @@ def activation_bytes(config: OSDNConfig) -> float:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         y = block(x)
     total = sum(seen.values())
-    del y  # until here the graph was held, so that no address was used twice
+    del y  # it kept the graph alive until here, so that no address was reused
     return total / COUNTED_TOKENS

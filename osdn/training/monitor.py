@@ -1,4 +1,4 @@
-"""What is seen of a run while it runs: callbacks of `Trainer`, one a concern."""
+"""Monitoring a run: `Trainer` callbacks, one per concern."""
 
 import json
 import math
@@ -27,7 +27,7 @@ METRICS = "metrics.jsonl"
 
 
 class Metrics(TrainerCallback):
-    """Every log as a line of `metrics.jsonl`; the last step is always logged."""
+    """Writes every log as a line of `metrics.jsonl`; the last step is always logged."""
 
     def on_step_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
         control.should_log |= state.global_step == state.max_steps
@@ -35,7 +35,7 @@ class Metrics(TrainerCallback):
     def on_log(self, args: Arguments, state: State, control: Control, logs: dict[str, Any], **_: Any) -> None:
         if state.is_world_process_zero and "train_runtime" not in logs:
             line = {"step": state.global_step, "time": time.time(), **logs}
-            line.pop("epoch", None)  # the library's guess; a stream has no length
+            line.pop("epoch", None)  # a guess by the library, since a stream has no length
             line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
             self.append(args.output_dir, line)
 
@@ -46,7 +46,7 @@ class Metrics(TrainerCallback):
 
     @staticmethod
     def read(run: str | Path) -> list[dict[str, Any]]:
-        """The lines of a run; one that a kill cut off or a disk damaged is left out."""
+        """The lines of a run, without incomplete or damaged ones."""
         lines = []
         for line in Path(run, METRICS).read_text(errors="replace").splitlines():
             try:
@@ -59,14 +59,14 @@ class Metrics(TrainerCallback):
 
     @staticmethod
     def forget(run: Path, after: int) -> None:
-        """Drop what was logged beyond the checkpoint that the run continues from."""
+        """Drop what was logged after the checkpoint that the run continues from."""
         if (run / METRICS).exists():
-            kept = [json.dumps(line) + "\n" for line in Metrics.read(run) if line["step"] <= after]
-            write_text(run / METRICS, "".join(kept))
+            earlier = [json.dumps(line) + "\n" for line in Metrics.read(run) if line["step"] <= after]
+            write_text(run / METRICS, "".join(earlier))
 
 
 class Progress(TrainerCallback):
-    """A bar with loss, speed and time left on a terminal; a line a log elsewhere."""
+    """A progress bar with loss, speed and time left on a terminal; one line per log elsewhere."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True)
@@ -114,7 +114,7 @@ class Progress(TrainerCallback):
 
 
 class Stop(TrainerCallback):
-    """SIGTERM and SIGINT save after the current step and stop; a second one does what it always did."""
+    """On SIGTERM or SIGINT, saves after the current step and stops; a second signal has its usual effect."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -130,10 +130,10 @@ class Stop(TrainerCallback):
 
     def on_step_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
         number = self.signal or 0
-        if args.world_size > 1:  # the processes are told at different moments and must stop at the same step
-            told = torch.tensor(int(number), device=args.device)
-            dist.all_reduce(told, op=dist.ReduceOp.MAX)
-            number = int(told)
+        if args.world_size > 1:  # signals arrive at different moments, but all must stop at the same step
+            received = torch.tensor(int(number), device=args.device)
+            dist.all_reduce(received, op=dist.ReduceOp.MAX)
+            number = int(received)
         if number:
             self.signal = signal.Signals(number)
             control.should_save = control.should_training_stop = True
@@ -144,11 +144,11 @@ class Stop(TrainerCallback):
 
 
 class Diagnostics(TrainerCallback):
-    """Residual ratio and scale of every layer, every so many steps, from the batches of that step.
+    """Logs the residual ratio and scale of every layer every so many steps, from the batches of that step.
 
-    A write changes its own residual by the factor 1 - beta * (k · w), whatever the state, so the paper's
-    residual ratio f(S_t) / f(S_{t-1}) is that factor squared, and phase 1 is all that has to be run for it.
-    Layers whose update has no such ratio are left out.
+    A write changes its own residual by the factor 1 - beta * (k · w), whatever the state.  So the paper's
+    residual ratio f(S_t) / f(S_{t-1}) is the square of that factor and only needs phase 1.  Layers whose
+    update has no such ratio are left out.
     """
 
     def __init__(self, trainer: Any, every: int) -> None:
@@ -184,7 +184,7 @@ class Diagnostics(TrainerCallback):
 
 
 class Validation(TrainerCallback):
-    """The loss on rows that are not trained on, every so many steps (0 is never) and at the end."""
+    """Logs the loss on held-out rows every so many steps (0 is never) and at the end."""
 
     def __init__(self, trainer: Any, rows: list[dict[str, Tensor]], every: int) -> None:
         self.trainer, self.rows, self.every = trainer, rows, every
@@ -198,7 +198,7 @@ class Validation(TrainerCallback):
 
 @torch.no_grad()
 def measure(inputs: OperatorInputs, backend: str = "auto") -> dict[str, float]:
-    """The mean residual ratio of a mixer's writes, and where its final scales lie."""
+    """The mean residual ratio of a mixer's writes, and quantiles of its final scales."""
     inputs = inputs._replace(k=inputs.k.float())
     written, scale = write_keys(inputs, backend)  # [B, T, HV, K]
     read = inputs.k.repeat_interleave(written.shape[2] // inputs.k.shape[2], 2)
@@ -217,7 +217,7 @@ def measure(inputs: OperatorInputs, backend: str = "auto") -> dict[str, float]:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """How many floating-point operations a second `torch.mm` does here: what utilisation is a share of."""
+    """The operations per second that `torch.mm` reaches on this device, the reference for utilisation."""
     n = 1024 if device.type == "cpu" else 8192
     a = torch.randn(n, n, device=device, dtype=dtype)
     best = math.inf

@@ -1,9 +1,10 @@
-"""Pieces of documents packed end to end into rows of a fixed number of tokens.
+"""Packs pieces of documents end to end into rows of a fixed number of tokens.
 
-Documents are split at the context's length and the pieces shuffled, so that a row is not one long document.
-There is one stream of rows, whatever the number of devices: row i goes to device i mod n, and a step reads
-the same rows on one device as on many.  A place in the stream is three integers (epoch, piece, offset);
-every row carries the place where the next round of rows begins, which is all a checkpoint has to keep.
+Documents are split at the context length and the pieces shuffled; shuffling whole documents would often fill
+a row with one long document.  There is one stream of rows for any number of devices: row i goes to device i
+mod n, so a step reads the same rows on one device as on many.  A position in the stream is three integers
+(epoch, piece, offset).  Every row carries the position where the next round of rows starts, which is all that
+a checkpoint has to store.
 """
 
 import hashlib
@@ -26,12 +27,12 @@ from osdn.training.data import tokenize
 
 IGNORED_LABEL = -100
 READ_AHEAD = 256  # pieces fetched at once from a data set on disk
-SHUFFLE_BUFFER = 10_000  # pieces a stream is shuffled within
-STREAM_START = 1000  # pieces a stream is recognised by
+SHUFFLE_BUFFER = 10_000  # pieces in the shuffle buffer of a stream
+STREAM_START = 1000  # pieces that identify a stream
 
 
 class Position(NamedTuple):
-    """How far a stream has been read: epochs, pieces of this epoch, and tokens of this piece."""
+    """How much of a stream has been read: epochs, pieces of this epoch, and tokens of this piece."""
 
     epoch: int = 0
     piece: int = 0
@@ -42,23 +43,23 @@ BEGINNING = Position()
 
 
 class Pieces:
-    """The tokens of a data set in pieces of at most `context_len`, in an order of the seed and epoch."""
+    """The tokens of a data set in pieces of at most `context_len`, ordered by seed and epoch."""
 
     def __init__(
         self, data: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, context_len: int, seed: int
     ) -> None:
         self.data, self.seed = tokenize(data, tokenizer, context_len).with_format("numpy"), seed
-        self.documents = len(data) if isinstance(data, Dataset) else None  # a stream does not know
+        self.documents = len(data) if isinstance(data, Dataset) else None  # unknown for a stream
 
     def count_tokens(self) -> int | None:
-        """The tokens of an epoch; None for a stream."""
+        """The number of tokens per epoch; None for a stream."""
         if not isinstance(self.data, Dataset):
             return None
         return int(pc.sum(pc.list_value_length(self.data.data.column("input_ids"))).as_py())
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when the tokens do: all of them, or the first thousand pieces of a stream."""
+        """A hash of all tokens, or of the first thousand pieces of a stream."""
         if isinstance(self.data, Dataset):
             checksums = np.asarray(self.data["checksum"][:])
         else:
@@ -66,7 +67,7 @@ class Pieces:
         return hashlib.sha256(checksums.astype("<i8").tobytes()).hexdigest()[:16]
 
     def read(self, epoch: int, start: int) -> Iterator[np.ndarray]:
-        """The pieces of an epoch, without the first `start`."""
+        """The pieces of an epoch, starting at piece `start`."""
         generator = np.random.default_rng((self.seed, epoch))
         if isinstance(self.data, Dataset):
             order = generator.permutation(len(self.data))[start:]
@@ -79,10 +80,10 @@ class Pieces:
 
 @dataclass
 class PackedRows(torch.utils.data.IterableDataset):
-    """The rows of device `rank` of `ranks`, without end.
+    """The endless rows of device `rank` of `ranks`.
 
-    What does not fit in a row goes on in the next one as a sequence of its own; the first token of a sequence
-    is nobody's target.
+    A piece that does not fit into a row continues in the next one as a separate sequence; the first token of
+    a sequence is not a target.
     """
 
     pieces: Pieces
@@ -101,7 +102,7 @@ class PackedRows(torch.utils.data.IterableDataset):
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text of a run: what it is trained on, and the rows of a held-out split that it is validated on."""
+    """The text of a run: the training data, and the rows of the held-out split for validation."""
 
     train: Pieces
     validation: Pieces | None = None
@@ -113,7 +114,7 @@ class Corpus:
 
 
 def held_out_rows(pieces: Pieces, seq_len: int, tokens: int) -> list[dict[str, Tensor]]:
-    """Rows of `tokens` tokens, up to a whole row or as far as there are any: no token twice."""
+    """Rows with `tokens` tokens in total, rounded up to whole rows, or fewer if the data ends: no repeats."""
     rows = cut(pieces, seq_len, BEGINNING, epochs=1)
     return [pack(sequences) for sequences, _ in islice(rows, -(-tokens // seq_len))]
 
@@ -121,7 +122,7 @@ def held_out_rows(pieces: Pieces, seq_len: int, tokens: int) -> list[dict[str, T
 def cut(
     pieces: Pieces, seq_len: int, position: Position, epochs: float = math.inf
 ) -> Iterator[tuple[list[np.ndarray], Position]]:
-    """Every row from a place on as its sequences, and the place where it ends; only the last can be short."""
+    """Yields the sequences of every row from a position on, and where it ends; only the last can be short."""
     epoch, piece, offset = position
     row, room = [], seq_len
     while epoch < epochs:
@@ -143,7 +144,7 @@ def cut(
 
 
 def pack(sequences: list[np.ndarray]) -> dict[str, Tensor]:
-    """The model's inputs: one row of the sequences end to end; labels are shifted by the model."""
+    """The model's inputs: one row with the sequences end to end; the model shifts the labels."""
     cu_seqlens = np.cumsum([0, *map(len, sequences)])
     input_ids = torch.from_numpy(np.concatenate(sequences).astype(np.int64))[None]  # [1, T]
     labels = input_ids.clone()

@@ -1,4 +1,4 @@
-"""What a run says of itself: a header on the terminal, and `training.json` at its start and its end."""
+"""Documents a run: a header on the terminal, and `training.json` at the start and at the end."""
 
 import json
 from dataclasses import asdict
@@ -16,11 +16,11 @@ from osdn.results.losses import final_loss
 from osdn.results.store import TRAINING, save_json
 from osdn.training.monitor import Metrics
 from osdn.training.packing import Corpus
-from osdn.training.settings import Settings
+from osdn.training.settings import RunSettings
 
 
 def print_header(
-    settings: Settings,
+    settings: RunSettings,
     config: OSDNConfig,
     parameters: int,
     arguments: TrainingArguments,
@@ -28,7 +28,7 @@ def print_header(
     step: int,
     precision_reason: str,
 ) -> None:
-    """Say what is about to run: which model, where, on what, for how long, and from where on."""
+    """Print what is about to run: the model, the device, the data, the length and the starting point."""
     data, training, validation = settings.data, settings.training, settings.validation
     total, known = training.steps * training.tokens_per_step, corpus.train.count_tokens()
     device = (
@@ -43,7 +43,7 @@ def print_header(
         "validation": "none",
         "steps": f"{training.steps:,} of {training.tokens_per_step:,} tokens: {total:,} tokens"
         + (f", {total / known:.2f} epochs" if known else ""),
-        "start": f"continues from step {step:,}" if step else "from the beginning",
+        "start": f"continuing from step {step:,}" if step else "from the beginning",
     }
     if corpus.validation is not None:
         when = f"every {validation.every:,} steps and at the end" if validation.every else "at the end"
@@ -56,9 +56,9 @@ def print_header(
 
 
 def save_record(
-    settings: Settings, config: OSDNConfig, arguments: TrainingArguments, corpus: Corpus, finished: bool
+    settings: RunSettings, config: OSDNConfig, arguments: TrainingArguments, corpus: Corpus, finished: bool
 ) -> Path:
-    """Write what is trained on what and, once it has finished, how it ended."""
+    """Write what is trained on which data and, once finished, the final numbers."""
     run, data = Path(settings.output_dir), settings.data
     model, lines = run / "model", Metrics.read(run) if finished else []
     steps = settings.training.steps
@@ -102,12 +102,12 @@ def save_record(
 
 
 def is_finished(run: Path) -> bool:
-    """Whether the run's record says that it came to its end."""
+    """Whether the run's record says that it is finished."""
     return bool(_recorded(run).get("finished"))
 
 
 def recorded_precision(run: Path) -> str | None:
-    """What a run that has begun is computed in."""
+    """The precision of a run that has started."""
     return _recorded(run).get("precision")
 
 
@@ -119,7 +119,7 @@ def _recorded(run: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _source(settings: Settings, split: str | None) -> str:
+def _source(settings: RunSettings, split: str | None) -> str:
     data = settings.data
     return f"{data.source}{f' {data.name}' if data.name else ''}, split {split}"
 

@@ -1,8 +1,7 @@
 """The settings of a run: plain dataclasses read from a YAML file.
 
-Nothing has a default.  A config says all there is to say about a run, itself or in the config it names under
-`base`, so that a run does not change when this code does; a key that is missing, unknown or of the wrong type
-is rejected by its name.
+Nothing has a default.  A config, together with the one it names under `base`, specifies a run completely, so
+that a run does not change when this code does.  The error for a missing, unknown or mistyped key names it.
 """
 
 import math
@@ -19,29 +18,29 @@ from osdn.models import OSDNConfig
 
 T = TypeVar("T")
 
-CONFIGS = Path(__file__).parent / "configs"  # those that are shipped; their bases start with an underscore
+CONFIGS = Path(__file__).parent / "configs"  # shipped configs; their bases start with an underscore
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    source: str  # stdlib, installed, a file, a directory, or a data set of the hub
-    name: str | None  # its configuration, for a data set of the hub
+    source: str  # stdlib, installed, a file, a directory, or a data set on the hub
+    name: str | None  # the configuration of a data set on the hub
     split: str
     text_column: str
-    streaming: bool  # read as needed, rather than tokenise and cache all of it first
+    streaming: bool  # read as needed instead of tokenising and caching everything first
     tokenizer: str  # bytes, a directory, or a name on the hub
-    seq_len: int  # tokens a device reads at once, whole documents and pieces of them packed end to end
+    seq_len: int  # tokens per device and batch; documents and pieces of them are packed end to end
     context_len: int  # longer documents are split
 
     def __post_init__(self) -> None:
         _positive("data", self, "seq_len", "context_len")
         if self.context_len < 2:
-            raise ValueError("data.context_len is 1; a piece of one token has nothing to predict")
+            raise ValueError("data.context_len is 1; it must be at least 2, or there is nothing to predict")
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW, and a cosine from `learning_rate` to `min_lr_ratio` of it after a linear warm-up."""
+    """AdamW with a linear warm-up, then a cosine from `learning_rate` down to `min_lr_ratio` of it."""
 
     learning_rate: float
     min_lr_ratio: float
@@ -54,7 +53,7 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         _positive("optimizer", self, "learning_rate", "max_grad_norm")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas is {self.betas}; it must be two numbers from 0 up to 1")
+            raise ValueError(f"optimizer.betas is {self.betas}; it must be two numbers in [0, 1)")
         if not math.isfinite(self.learning_rate):
             raise ValueError(f"optimizer.learning_rate is {self.learning_rate}; it must be finite")
         for name in ("min_lr_ratio", "weight_decay"):
@@ -76,11 +75,9 @@ class TrainingSettings:
     tokens_per_step: int  # over all devices and accumulated batches
     seed: int
     precision: str  # bfloat16 (mixed, with float32 weights and reductions), float32, or auto: the faster
-    parallelism: str  # of several devices: ddp or fsdp2
+    parallelism: str  # ddp or fsdp2, with several devices
     gradient_checkpointing: bool
-    max_skipped_steps: (
-        int  # steps with a gradient that is not finite are skipped; more than this stop the run
-    )
+    max_skipped_steps: int  # steps without a finite gradient are skipped; more than this stop the run
 
     def __post_init__(self) -> None:
         _positive("training", self, "steps", "tokens_per_step")
@@ -90,9 +87,9 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    split: str | None  # a split of data.source that is not trained on; None is no validation
+    split: str | None  # a held-out split of data.source; None disables validation
     every: int  # steps; 0 is only at the end
-    tokens: int  # of the split, up to whole batches of data.seq_len; the same ones every time
+    tokens: int  # of the split, rounded up to batches of data.seq_len; the same ones every time
 
     def __post_init__(self) -> None:
         _positive("validation", self, "tokens")
@@ -119,10 +116,10 @@ class LoggingSettings:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """All of a run; `model` is a preset's name under "preset" and any field of `OSDNConfig` to replace."""
+class RunSettings:
+    """All settings of a run; `model` names a "preset" and any fields of `OSDNConfig` that replace its own."""
 
-    name: str  # of the run and of the model it trains, in every result
+    name: str  # of the run and its model, in every result
     output_dir: str
     model: dict[str, Any]
     data: DataSettings
@@ -136,13 +133,13 @@ class Settings:
         plain = self.name == self.name.strip(" .") and self.name.isprintable() and not {*self.name} & {*"/\\"}
         if not self.name or not plain:
             raise ValueError(
-                f"name is {self.name!r}; it names files too, so it must not be empty, have slashes or "
-                f"control characters, or start or end with a dot or a space"
+                f"name is {self.name!r}; it is also used for files, so it must not be empty, contain slashes "
+                f"or control characters, or start or end with a dot or a space"
             )
         if self.validation.split == self.data.split:
             raise ValueError(
-                f"validation.split and data.split are both {self.data.split!r}; validate on a split that is "
-                f"not trained on, or set validation.split to null"
+                f"validation.split and data.split are both {self.data.split!r}; validate on a held-out "
+                f"split, or set validation.split to null"
             )
 
     def model_config(self) -> OSDNConfig:
@@ -154,12 +151,12 @@ class Settings:
         return OSDNConfig(**replaced) if preset is None else OSDNConfig.from_preset(preset, **replaced)
 
     def accumulation(self, devices: int) -> int:
-        """How many batches each device reads before a step of the optimizer."""
+        """How many batches each device reads per optimizer step."""
         tokens, batch = self.training.tokens_per_step, self.data.seq_len * devices
         if tokens % batch:
             raise ValueError(
                 f"training.tokens_per_step is {tokens:,}, which is not a multiple of the {batch:,} tokens "
-                f"that {devices} device{'s' * (devices > 1)} of data.seq_len {self.data.seq_len:,} take"
+                f"that {devices} device{'s' * (devices > 1)} read with data.seq_len {self.data.seq_len:,}"
             )
         return tokens // batch
 
@@ -168,15 +165,15 @@ class Settings:
 
 
 def config_names() -> list[str]:
-    """The configs that are shipped, say "tiny/osdn"."""
+    """The names of the shipped configs, such as "tiny/osdn"."""
     paths = CONFIGS.glob("*/[!_]*.yaml")
     return sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in paths)
 
 
-def load_settings(config: str | Path, replacements: Sequence[str] = ()) -> Settings:
-    """Read a YAML file or a shipped config by its name.
+def load_settings(config: str | Path, replacements: Sequence[str] = ()) -> RunSettings:
+    """Read a YAML file, or a shipped config by its name.
 
-    `replacements` are of the form "training.steps=100", their values YAML as well.
+    `replacements` have the form "training.steps=100"; the values are YAML.
     """
     content = _resolved(_find(str(config), Path()), [])
     for replacement in replacements:
@@ -193,13 +190,13 @@ def load_settings(config: str | Path, replacements: Sequence[str] = ()) -> Setti
             section[key] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise ValueError(f"{replacement!r}: {value!r} is not YAML") from None
-    settings = _build(Settings, content, "")
-    settings.model_config()  # a model that cannot be built is refused before anything else happens
+    settings = _build(RunSettings, content, "")
+    settings.model_config()  # reject an impossible model before anything else happens
     return settings
 
 
 def _find(config: str, folder: Path) -> Path:
-    """The file of a config: a path from `folder`, or the name of one that is shipped."""
+    """The file of a config: a path relative to `folder`, or the name of a shipped config."""
     path = folder / config
     if path.is_file():
         return path
@@ -212,34 +209,34 @@ def _find(config: str, folder: Path) -> Path:
         size, _, model = name.partition("/")
         sizes.setdefault(size, []).append(model)
     shipped = "".join(f"\n  {size}/ {', '.join(models)}" for size, models in sizes.items())
-    raise FileNotFoundError(f"there is no config {path}; besides your own files there are{shipped}")
+    raise FileNotFoundError(f"there is no config {path}; name a file or one of the shipped configs:{shipped}")
 
 
 def _resolved(path: Path, above: list[Path]) -> dict[str, Any]:
-    """The contents of a config laid over those of its base; `above` are the configs that led here."""
+    """The contents of a config merged with those of its base; `above` are the configs that led here."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold keys and values")
+        raise ValueError(f"{path} must contain keys and values")
     if "base" not in content:
         return content
     base = content.pop("base")
     if not isinstance(base, str):
-        raise ValueError(f"{path}: base is {base!r}; it must be a file or the name of a config")
+        raise ValueError(f"{path}: base is {base!r}; it must be a file or the name of a shipped config")
     above = [*above, path.resolve()]
     try:
         found = _find(base, path.parent)
     except OSError as error:
         raise type(error)(f"{path}: base is {base}, but {error}") from None
     if found.resolve() in above:
-        raise ValueError(f"{path}: base is {base}, which leads back here")
+        raise ValueError(f"{path}: base is {base}, which leads back to this file")
     return _overlay(_resolved(found, above), content)
 
 
 def _overlay(base: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
-    """`content`, and what it leaves out from `base`, section by section."""
+    """`content`, completed section by section from `base`."""
     both = base | content
     for key in base.keys() & content.keys():
         if isinstance(base[key], dict) and isinstance(content[key], dict):
@@ -249,7 +246,9 @@ def _overlay(base: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
 
 def _build(cls: type[T], content: Any, prefix: str) -> T:
     if not isinstance(content, dict):
-        raise ValueError(f"{prefix.rstrip('.') or 'the config'} must hold keys and values, got {content!r}")
+        raise ValueError(
+            f"{prefix.rstrip('.') or 'the config'} must contain keys and values, got {content!r}"
+        )
     assert is_dataclass(cls)
     hints = get_type_hints(cls)
     names = [field.name for field in fields(cls)]
@@ -261,7 +260,7 @@ def _build(cls: type[T], content: Any, prefix: str) -> T:
 
 
 def _value(name: str, value: Any, kind: Any) -> Any:
-    """`value` if it is of the type, else an error; YAML reads 1e-3 as a string, which is let pass."""
+    """Check the type of `value`; a string such as "1e-3", as YAML reads it, is accepted as a float."""
     if is_dataclass(kind):
         return _build(kind, value, f"{name}.")  # type: ignore[arg-type]
     if get_origin(kind) is types.UnionType:
@@ -283,7 +282,7 @@ def _known(section: str, content: dict[str, Any], names: list[str]) -> None:
     for key in content:
         if key not in names:
             near = get_close_matches(str(key), names, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}"
             raise ValueError(f"unknown key {f'{section}.' if section else ''}{key}; {hint}")
 
 

@@ -1,8 +1,8 @@
-"""Reading the shards of a distributed checkpoint without running what is written in them.
+"""Reads the shards of a distributed checkpoint without running code from them.
 
-PyTorch reads the index of a sharded checkpoint (`.metadata`), and every entry of it that is not a tensor,
-with `pickle`, which runs whatever code a file names.  Here the index may only name the classes that PyTorch
-itself writes into it, and the entries only plain values.
+PyTorch reads the index of a sharded checkpoint (`.metadata`), and every entry that is not a tensor, with
+`pickle`, which runs whatever code a file names.  Here the index may only name the classes that PyTorch itself
+writes into it, and entries may only be plain values.
 """
 
 import io
@@ -23,18 +23,18 @@ INDEX = ".metadata"
 
 
 def load_shards(folder: Path, state: dict[str, Any], alone: bool = False) -> None:
-    """Fill `state` from the shards in a folder: by all processes together, or by this one alone."""
+    """Fill `state` from the shards in a folder, in all processes together or in this one alone."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(state, storage_reader=_Reader(folder), planner=_Planner(), no_dist=alone)
-    except CheckpointException as error:  # which is no Exception
+    except CheckpointException as error:  # not a subclass of Exception
         reasons = "; ".join(sorted({str(reason) for reason, _ in error.failures.values()}))
         raise ValueError(f"the shards in {folder} cannot be read: {reasons}") from error
 
 
 def check_shards(folder: Path) -> None:
-    """Read all that is in a folder of shards; an error if any of it is not what PyTorch writes."""
+    """Read everything in a folder of shards; raise an error if PyTorch would not have written it."""
     for info in _Reader(folder).read_metadata().storage_data.values():
         with (folder / info.relative_path).open("rb") as file:
             file.seek(info.offset)
@@ -49,13 +49,13 @@ class _Reader(dcp.FileSystemReader):
             raise ValueError(f"{INDEX} is not the index of a sharded checkpoint")
         for info in found.storage_data.values():
             if Path(info.relative_path).name != info.relative_path:
-                raise ValueError(f"{INDEX} names {info.relative_path!r}, which is not a file beside it")
+                raise ValueError(f"{INDEX} names {info.relative_path!r}, which is not in the same folder")
         return found
 
 
 class _Planner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Hand on plain values only; what hands them on unpickles anything."""
+        """Pass on plain values only; the base class would unpickle anything."""
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
@@ -63,7 +63,7 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of an index, and nothing else."""
+    """Knows only the classes of an index."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -97,6 +97,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _stand_in(cls: type) -> type:
-    """A class that makes objects of `cls`, for a pickle to find: it could change `cls` itself."""
+    """A class that creates objects of `cls`; a pickle that got `cls` itself could modify it."""
     new: Callable[..., Any] = cls.__new__
     return type(cls.__name__, (), {"__new__": lambda _: new(cls)})

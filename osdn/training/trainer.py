@@ -1,8 +1,8 @@
-"""A run, from settings to a directory for `from_pretrained`, on `transformers.Trainer`.
+"""A training run, from settings to a directory for `from_pretrained`, on `transformers.Trainer`.
 
-The engine (accumulation, mixed precision, DDP, FSDP2) is the library's; what is added here is what a long run
-needs: it reads packed rows from a saved place in the stream, skips a step whose gradient is not finite,
-saves whole checkpoints only, and continues where it was when it is started again.
+The library provides the engine (accumulation, mixed precision, DDP, FSDP2).  This module adds what a long run
+needs: it reads packed rows from a saved position in the stream, skips steps whose gradient is not finite,
+only saves complete checkpoints, and resumes when it is started again.
 """
 
 import fcntl
@@ -58,19 +58,19 @@ from osdn.training.packing import (
     held_out_rows,
 )
 from osdn.training.record import is_finished, print_header, recorded_precision, save_record
-from osdn.training.settings import Settings
+from osdn.training.settings import RunSettings
 from osdn.training.shards import load_shards
 
 logger = logging.getLogger(__name__)
 
-MEASURED_TOKENS = 512  # in which precision is faster
+MEASURED_TOKENS = 512  # for measuring which precision is faster
 
-# Vectors and numbers that are not weights of a product; the paper's recipe leaves them alone.
+# Vectors and scalars that are not weights of a product; the paper's recipe does not decay them.
 NO_DECAY = re.compile(r"(^|\.)(A_log|dt_bias|bias|\w*norm\.weight)$")
 
 
 class TrainingError(RuntimeError):
-    """A run cannot go on; the message says why and what to do."""
+    """A run cannot continue; the message says why and what to do."""
 
 
 class PackedTrainer(Trainer):
@@ -78,19 +78,21 @@ class PackedTrainer(Trainer):
 
     is_fsdp_enabled: bool
 
-    def __init__(self, settings: Settings, rows: PackedRows, skipped_steps: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, settings: RunSettings, rows: PackedRows, skipped_steps: int = 0, **kwargs: Any
+    ) -> None:
         self.settings, self.rows, self.skipped_steps = settings, rows, skipped_steps
         super().__init__(**kwargs)
         self.position = rows.position
-        self.train_flops = 3 * describe(self.model).forward_flops  # of a token; the backward is two forwards
+        self.train_flops = 3 * describe(self.model).forward_flops  # per token; a backward costs two forwards
         self.peak_flops = matmul_flops(self.args.device, torch.bfloat16 if self.args.bf16 else torch.float32)
         self.step_loss = torch.zeros((), device=self.args.device)  # of this step's batches so far
         self.loss_sum, self.loss_steps = torch.zeros_like(self.step_loss), 0  # since the last log
         self.logged = (0, 0.0)  # step and time of the last log
-        self.more_logs: dict[str, float] = {}  # what goes with the next one
+        self.more_logs: dict[str, float] = {}  # added to the next log
 
     def create_accelerator_and_postprocess(self) -> None:
-        """FSDP2 on CPUs as well: accelerate knows it on GPUs only, and takes DDP elsewhere without a word."""
+        """Enable FSDP2 on CPUs too: accelerate supports it only on GPUs and silently uses DDP elsewhere."""
         super().create_accelerator_and_postprocess()
         if self.args.fsdp and not self.is_fsdp_enabled:
             state = self.accelerator.state
@@ -99,14 +101,14 @@ class PackedTrainer(Trainer):
             self.is_fsdp_enabled = True
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
-        """How often to save and to log is this command's to say, not the checkpoint's."""
+        """How often to save and log comes from this command, not from the checkpoint."""
         trained: tuple[int, int] = super()._init_training_state(max_steps, *args)
         self.state.compute_steps(self.args, max_steps)
         return trained
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Shards are read here: the library's way runs code that is written in them."""
-        with _blaming(resume_from_checkpoint):
+        """Read shards ourselves, because the library's loader runs code from them."""
+        with _naming_checkpoint(resume_from_checkpoint):
             if not self.is_fsdp_enabled:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
                 return
@@ -116,16 +118,16 @@ class PackedTrainer(Trainer):
             set_model_state_dict(model, state["model"])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Continue at the learning rate of this schedule: the checkpoint's may have been shorter."""
+        """Continue at the learning rate of the current schedule: the checkpoint's may have been shorter."""
         if checkpoint is None:
             return
-        with _blaming(checkpoint):
+        with _naming_checkpoint(checkpoint):
             self._load_optimizer_state(checkpoint)
         schedule = self.lr_scheduler
         rates = [rate * at(schedule.last_epoch) for rate, at in zip(schedule.base_lrs, schedule.lr_lambdas)]
         for group, rate in zip(self.optimizer.param_groups, rates):
             group["lr"] = rate
-        schedule._last_lr = rates  # which is what is logged
+        schedule._last_lr = rates  # this is what gets logged
 
     def _load_optimizer_state(self, checkpoint: str) -> None:
         if not self.is_fsdp_enabled:
@@ -137,7 +139,7 @@ class PackedTrainer(Trainer):
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _blaming(checkpoint):
+        with _naming_checkpoint(checkpoint):
             super()._load_rng_state(checkpoint)
 
     def get_train_dataloader(self) -> DataLoader:
@@ -156,7 +158,7 @@ class PackedTrainer(Trainer):
         return [name for name, _ in model.named_parameters() if not NO_DECAY.search(name)]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """Clip; drop a gradient that is not finite, so that the optimizer has nothing to do."""
+        """Clip the gradient; drop it if it is not finite, so that the optimizer skips the step."""
         norm: Tensor = super()._clip_grad_norm(model)
         loss, self.step_loss = self.step_loss, torch.zeros_like(self.step_loss)
         if torch.isfinite(norm):
@@ -168,14 +170,14 @@ class PackedTrainer(Trainer):
         if self.skipped_steps > self.settings.training.max_skipped_steps:
             raise TrainingError(
                 f"{self.skipped_steps} steps had a gradient that is not finite, more than "
-                f"training.max_skipped_steps, {self.settings.training.max_skipped_steps}; lower "
+                f"training.max_skipped_steps ({self.settings.training.max_skipped_steps}); lower "
                 f"optimizer.learning_rate, or look at the data around {self.position}"
             )
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the mean loss of the steps that were not skipped, NaN if all were, and what they took."""
-        logs.pop("train_loss", None)  # the library's own mean of the whole run, skipped steps included
+        """Log the mean loss of the steps that were not skipped (NaN if all were), time and throughput."""
+        logs.pop("train_loss", None)  # the library's mean over the whole run includes skipped steps
         if "loss" in logs:
             logs["loss"] = float(self.accelerator.reduce(self.loss_sum, "mean") / self.loss_steps)
             logs["loss_steps"] = self.loss_steps
@@ -195,14 +197,14 @@ class PackedTrainer(Trainer):
 
     @torch.no_grad()
     def validation_loss(self, rows: list[dict[str, Tensor]]) -> float:
-        """The mean loss of the rows, which the devices share; its time is not that of training."""
+        """The mean loss of the rows, shared among the devices; its time does not count as training."""
         start, device, ranks = time.perf_counter(), self.args.device, self.args.world_size
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # losses and how many
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # sum and number of losses
         self.model.eval()
         for i in range(self.args.process_index, -(-len(rows) // ranks) * ranks, ranks):
             row = {name: x.to(device) for name, x in rows[i % len(rows)].items()}
             loss = self.model(**row, num_items_in_batch=1, skip_logits=True, use_cache=False).loss
-            if i < len(rows):  # beyond, a device only takes part: FSDP2 needs all of them in every forward
+            if i < len(rows):  # beyond that, a device only participates: FSDP2 needs all in every forward
                 total += torch.stack([loss.double(), (row["labels"] != IGNORED_LABEL).sum().double()])
         self.model.train()
         total = self.accelerator.reduce(total, "sum")
@@ -222,19 +224,19 @@ class PackedTrainer(Trainer):
                 self._complete(staged)
                 checkpoints.publish(staged, run / name)
                 checkpoints.prune(run, self.settings.checkpoints.keep)
-        except (Exception, CheckpointException) as error:  # every library has its own for a full disk
+        except (Exception, CheckpointException) as error:  # each library raises its own for a full disk
             shutil.rmtree(staged, ignore_errors=True)
             good = checkpoints.newest_good(run)
             raise TrainingError(
                 f"{name} could not be written ({error}); {run} has {shutil.disk_usage(run).free / 1e9:.1f} GB"
-                f" free. {f'{good.name} is whole' if good else 'There is no earlier checkpoint'}: make room "
-                f"and run the same command to continue."
+                f" free. {f'{good.name} is intact' if good else 'There is no earlier checkpoint'}: free some "
+                f"space and run the same command to continue."
             ) from error
         self.accelerator.wait_for_everyone()
 
     def _complete(self, staged: Path) -> None:
-        """What the library leaves out of a checkpoint, and what it should have."""
-        (staged / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
+        """Add what the library leaves out of a checkpoint, and remove its pickle."""
+        (staged / "training_args.bin").unlink(missing_ok=True)  # nothing reads it
         self.model.config.save_pretrained(staged)
         self.processing_class.save_pretrained(staged)
         place = {
@@ -245,17 +247,17 @@ class PackedTrainer(Trainer):
         (staged / checkpoints.POSITION).write_text(json.dumps(place))
 
 
-def train(settings: Settings) -> Path:
-    """Run the settings to the end, continuing what is there, and return the finished model's directory."""
+def train(settings: RunSettings) -> Path:
+    """Start or resume a run, train it to the end, and return the directory of the finished model."""
     run, devices = Path(settings.output_dir), int(os.environ.get("WORLD_SIZE", "1"))
     result, steps = run / "model", settings.training.steps
     config = settings.model_config()
     settings, precision_reason = with_precision(settings, config, devices)
     if _planned_steps(run, settings) == steps and result.exists() and is_finished(run):
         if (reason := checkpoints.damage(result, checkpoints.MODEL_FILES)) is None:
-            logger.warning("%s is finished already; a larger training.steps extends it", run)
+            logger.warning("%s is already finished; a larger training.steps extends it", run)
             return result
-        logger.warning("%s is damaged (%s); making it again", result, printable(reason))
+        logger.warning("%s is damaged (%s); creating it again", result, printable(reason))
     arguments, tokenizer = training_arguments(settings, devices), load_tokenizer(settings.data.tokenizer)
     check_vocabulary(config, tokenizer)
     check_memory(config, settings, arguments.device, devices)
@@ -267,13 +269,13 @@ def train(settings: Settings) -> Path:
         )
     with arguments.main_process_first():
         corpus = load_corpus(settings, tokenizer)
-    disable_progress_bar()  # of the library's saving and loading
+    disable_progress_bar()  # the library's, for saving and loading
     set_seed(settings.training.seed)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     model = OSDNForCausalLM(config)
 
     first = arguments.process_index == 0
-    with _alone(run) if first else nullcontext():
+    with _locked(run) if first else nullcontext():
         found: list[Any] = [_prepare(run, settings) if first else None]
         checkpoint, finished = (broadcast_object_list(found) if devices > 1 else found)[0]
         if not finished:
@@ -293,7 +295,7 @@ def train(settings: Settings) -> Path:
 
 
 def _run(
-    settings: Settings,
+    settings: RunSettings,
     arguments: TrainingArguments,
     model: OSDNForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
@@ -302,10 +304,11 @@ def _run(
 ) -> None:
     if checkpoint and checkpoints.is_sharded(checkpoint) != bool(arguments.fsdp):
         raise ValueError(
-            f"{checkpoint} was written by {'one process' if arguments.fsdp else 'several processes'}, with "
-            f"training.parallelism fsdp2; continue it in the same way, or take it out with `osdn convert`"
+            f"{checkpoint} was written by {'one process' if arguments.fsdp else 'several processes'} with "
+            f"training.parallelism fsdp2; continue it in the same way, or extract the model with "
+            f"`osdn convert`"
         )
-    position, skipped_steps = _place(checkpoint, corpus.train) if checkpoint else (BEGINNING, 0)
+    position, skipped_steps = _read_position(checkpoint, corpus.train) if checkpoint else (BEGINNING, 0)
     rows = PackedRows(
         corpus.train, settings.data.seq_len, arguments.process_index, arguments.world_size, position
     )
@@ -340,53 +343,53 @@ def _run(
         raise SystemExit(128 + stop.signal)
 
 
-def _place(checkpoint: Path, pieces: Pieces) -> tuple[Position, int]:
-    """Where a checkpoint is in the data, and how many steps it has skipped; the data must be what it read."""
-    with _blaming(checkpoint):
+def _read_position(checkpoint: Path, pieces: Pieces) -> tuple[Position, int]:
+    """A checkpoint's position in the data, which must not have changed, and its number of skipped steps."""
+    with _naming_checkpoint(checkpoint):
         place = json.loads((checkpoint / checkpoints.POSITION).read_text())
-        data = place.pop("data", None)  # older checkpoints do not say
+        data = place.pop("data", None)  # missing in older checkpoints
         skipped_steps = place.pop("skipped_steps")
         position = Position(**place)
     if data not in (None, pieces.fingerprint):
         raise ValueError(
-            f"the data has changed since {checkpoint} was written (fingerprint {pieces.fingerprint}, it was "
-            f"{data}), so the run cannot continue where it was. Restore the data, or train on the new data "
-            f"in another output_dir; `osdn convert` takes the weights out."
+            f"the data has changed since {checkpoint} was written (its fingerprint is {pieces.fingerprint}, "
+            f"it was {data}), so the run cannot continue. Restore the data, or train on the new data in "
+            f"another output_dir; `osdn convert` extracts the weights."
         )
     return position, skipped_steps
 
 
 @contextmanager
-def _blaming(checkpoint: str | Path | None) -> Iterator[None]:
-    """Say which checkpoint cannot be loaded: what its checksums confirm may still not be of this model."""
+def _naming_checkpoint(checkpoint: str | Path | None) -> Iterator[None]:
+    """Name the checkpoint in loading errors: even with valid checksums it may belong to another model."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise TrainingError(
-            f"{checkpoint} cannot be loaded ({error}); move it away to continue from the one before it"
+            f"{checkpoint} cannot be loaded ({error}); move it away to continue from the previous one"
         ) from error
 
 
-def with_precision(settings: Settings, config: OSDNConfig, devices: int) -> tuple[Settings, str]:
-    """The settings with a precision in place of "auto", and why it is that one.
+def with_precision(settings: RunSettings, config: OSDNConfig, devices: int) -> tuple[RunSettings, str]:
+    """The settings with "auto" replaced by a precision, and the reason for it.
 
-    A run that continues keeps what it began with.  On a CPU a block of the model is timed in both.
+    A resumed run keeps its precision.  On a CPU, one block of the model is timed in both.
     """
     training = settings.training
     if training.precision != "auto":
         if training.precision == "bfloat16":
             bfloat16.avoid_broken_amx()
-        return settings, "as the config says"
+        return settings, "set in the config"
     if before := recorded_precision(Path(settings.output_dir)):
-        chosen, reason = before, "as the run began"
+        chosen, reason = before, "as when the run started"
     elif torch.accelerator.is_available():
-        chosen, reason = "bfloat16", "as ever on a GPU"
+        chosen, reason = "bfloat16", "the default on a GPU"
     elif devices > 1:
         chosen, reason = (
             "float32",
-            "processes that share a CPU do not measure; the config may ask for bfloat16",
+            "the default for several processes on a CPU; set training.precision for bfloat16",
         )
     else:
         with torch.random.fork_rng(devices=[]):
@@ -398,8 +401,8 @@ def with_precision(settings: Settings, config: OSDNConfig, devices: int) -> tupl
     return replace(settings, training=replace(training, precision=chosen)), reason
 
 
-def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
-    """The settings in the library's words."""
+def training_arguments(settings: RunSettings, devices: int) -> TrainingArguments:
+    """The settings as the library's arguments."""
     optimizer, training = settings.optimizer, settings.training
     gpu, sharded = torch.accelerator.is_available(), training.parallelism == "fsdp2" and devices > 1
     arguments = TrainingArguments(
@@ -432,33 +435,33 @@ def training_arguments(settings: Settings, devices: int) -> TrainingArguments:
         logging_nan_inf_filter=False,
         disable_tqdm=True,
         report_to=["wandb"] if find_spec("wandb") else [],
-        ignore_data_skip=True,  # the rows start at their own place
-        use_cache=True,  # in the configuration that is saved; packed rows never have one
+        ignore_data_skip=True,  # the rows already start at the saved position
+        use_cache=True,  # for the saved configuration; packed rows never use a cache
     )
-    if sharded:  # autocast does the mixing, so that FSDP2 and DDP compute the same; gradients meet in float32
+    if sharded:  # with autocast, FSDP2 and DDP compute the same; gradients are reduced in float32
         arguments.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(
             reduce_dtype=torch.float32
         )
     return arguments
 
 
-def load_corpus(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+def load_corpus(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     train, validation = load_pieces(settings, tokenizer), settings.validation
     if validation.split is None:
         return Corpus(train)
     try:
-        pieces = _pieces(settings, validation.split, tokenizer, seed=0)  # the same for runs of every seed
+        pieces = _pieces(settings, validation.split, tokenizer, seed=0)  # the same for every seed of the run
         return Corpus(train, pieces, held_out_rows(pieces, settings.data.seq_len, validation.tokens))
     except ValueError as error:
         raise ValueError(f"validation.split is {validation.split!r}: {error}") from error
 
 
-def load_pieces(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Pieces:
-    """What is trained on."""
+def load_pieces(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> Pieces:
+    """The training data."""
     return _pieces(settings, settings.data.split, tokenizer, settings.training.seed)
 
 
-def _pieces(settings: Settings, split: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Pieces:
+def _pieces(settings: RunSettings, split: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Pieces:
     data = settings.data
     source = load_source(
         data.source,
@@ -473,35 +476,35 @@ def _pieces(settings: Settings, split: str, tokenizer: PreTrainedTokenizerBase, 
 def check_vocabulary(config: OSDNConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
-            f"data.tokenizer has {len(tokenizer):,} tokens and the model's vocabulary {config.vocab_size:,}; "
-            f"set model.vocab_size to {len(tokenizer)} or more, or use another tokenizer"
+            f"data.tokenizer has {len(tokenizer):,} tokens, but model.vocab_size is {config.vocab_size:,}; "
+            f"set it to {len(tokenizer)} or more, or use another tokenizer"
         )
 
 
 @contextmanager
-def _alone(run: Path) -> Iterator[None]:
-    """No other process trains in the run's directory meanwhile.
+def _locked(run: Path) -> Iterator[None]:
+    """Keep other processes from training in the run's directory.
 
-    The directory itself is locked, where the file system can do that: a file in it might be deleted.
+    If the file system allows it, the directory itself is locked, since a lock file in it could be deleted.
     """
     run.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         directory = os.open(run, os.O_RDONLY)
-        held.callback(os.close, directory)
+        stack.callback(os.close, directory)
         try:
             try:
                 fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise
-            except OSError:  # NFS locks files only
-                held.enter_context(FileLock(run / ".lock", blocking=False))
+            except OSError:  # NFS can only lock files
+                stack.enter_context(FileLock(run / ".lock", blocking=False))
         except (BlockingIOError, Timeout):
-            raise ValueError(f"{run} is being trained by another process; wait for it or end it") from None
+            raise ValueError(f"another process is training in {run}; wait for it or stop it") from None
         yield
 
 
-def _prepare(run: Path, settings: Settings) -> tuple[Path | None, bool]:
-    """Make the run's directory ready; the checkpoint to continue from, and whether the run is finished."""
+def _prepare(run: Path, settings: RunSettings) -> tuple[Path | None, bool]:
+    """Prepare the run's directory; return the checkpoint to continue from and whether the run is finished."""
     planned, model = _planned_steps(run, settings), run / "model"
     damaged = model.exists() and checkpoints.damage(model, checkpoints.MODEL_FILES) is not None
     if planned == settings.training.steps and model.exists() and not damaged:
@@ -509,17 +512,17 @@ def _prepare(run: Path, settings: Settings) -> tuple[Path | None, bool]:
     shutil.rmtree(run / checkpoints.STAGING, ignore_errors=True)
     good, newest = checkpoints.newest_good(run), checkpoints.checkpoints(run)
     if good is None and newest:
-        raise ValueError(f"every checkpoint in {run} is damaged; remove them to start again")
+        raise ValueError(f"every checkpoint in {run} is damaged; remove them to start over")
     if good is None and model.exists():
-        why = "is damaged" if damaged else "is there"
+        why = "is damaged" if damaged else "already exists"
         raise ValueError(
             f"{model} {why}, and there is no checkpoint to continue from; choose another output_dir, or "
             f"remove {run}"
         )
     for unusable in newest[: newest.index(good)] if good else []:
-        checkpoints.put_aside(unusable)  # out of the way of those to come
+        checkpoints.set_aside(unusable)  # to make room for new ones
     if damaged:
-        checkpoints.put_aside(model)
+        checkpoints.set_aside(model)
     Metrics.forget(run, after=checkpoints.step_of(good) if good else 0)
     if good and planned is not None and planned < settings.training.steps:
         _extend(run, settings, planned, good)
@@ -527,19 +530,19 @@ def _prepare(run: Path, settings: Settings) -> tuple[Path | None, bool]:
     return good, False
 
 
-def _extend(run: Path, settings: Settings, planned: int, checkpoint: Path) -> None:
-    """Make a run longer than it was planned; its finished model is kept as `model-<steps>`."""
+def _extend(run: Path, settings: RunSettings, planned: int, checkpoint: Path) -> None:
+    """Make a run longer than planned; its finished model is kept as `model-<steps>`."""
     result, steps, step = run / "model", settings.training.steps, checkpoints.step_of(checkpoint)
     if result.exists():
         result.rename(run / f"model-{planned}")
     (run / TRAINING).unlink(missing_ok=True)
     before, after = (settings.optimizer.rate_at(step, n) for n in (planned, steps))
-    if before == after:  # still warming up: a run of this length from the start would be here too
+    if before == after:  # still warming up: a run of this length would be at the same point
         return
     Metrics.append(run, {"step": step, "time": time.time(), "extended_to": steps})
     logger.warning(
         "extending the run from %d to %d steps: its cosine schedule now ends later, so the learning rate "
-        "jumps from %.2e to %.2e at step %d, and the result differs from that of %d steps run at once",
+        "jumps from %.2e to %.2e at step %d, and the result differs from a single run of %d steps",
         planned,
         steps,
         before,
@@ -549,34 +552,34 @@ def _extend(run: Path, settings: Settings, planned: int, checkpoint: Path) -> No
     )
 
 
-def _planned_steps(run: Path, settings: Settings) -> int | None:
-    """The steps that the run in the directory is to take, None if there is none; other runs are an error."""
+def _planned_steps(run: Path, settings: RunSettings) -> int | None:
+    """How many steps the run in the directory has; None if there is no run.  Other settings are an error."""
     try:
-        there = _essence((run / "config.yaml").read_text())
+        there = _fixed_settings((run / "config.yaml").read_text())
         planned = there.pop("training.steps")
     except FileNotFoundError:
         return None
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{run / 'config.yaml'} is damaged, so that nobody can tell whether the run is this one. If you "
-            f"know that it is, remove the file and run the same command; else choose another output_dir"
+            f"{run / 'config.yaml'} is damaged, so it is unclear whether it belongs to this run. If you know "
+            f"that it does, remove the file and run the same command; otherwise choose another output_dir"
         ) from error
-    here = _essence(settings.to_yaml())
+    here = _fixed_settings(settings.to_yaml())
     steps = here.pop("training.steps")
     if different := [key for key in here | there if here.get(key) != there.get(key)]:
         values = ", ".join(f"{key} is {there.get(key)!r}, not {here.get(key)!r}" for key in different)
         raise ValueError(
-            f"{run} holds a run with other settings: {values}; choose another output_dir or remove it"
+            f"{run} has a run with other settings: {values}; choose another output_dir or remove it"
         )
     if steps < planned:
         raise ValueError(
-            f"{run} holds a run of {planned} steps; training.steps can be made larger, not smaller ({steps})"
+            f"{run} has a run of {planned} steps; training.steps can be increased but not reduced to {steps}"
         )
     return int(planned)
 
 
-def _essence(text: str) -> dict[str, Any]:
-    """The settings that must not change on the way: not the directory, nor how often to save and to log."""
+def _fixed_settings(text: str) -> dict[str, Any]:
+    """The settings that must not change during a run: all but the directory and how often to save and log."""
     content: dict[str, Any] = yaml.safe_load(text)
     sections = ("model", "data", "optimizer", "training", "validation")
     flat = {f"{name}.{key}": value for name in sections for key, value in content.get(name, {}).items()}

@@ -1,4 +1,4 @@
-"""The paper's taxonomy, executable: every row of its two tables under one interface, and as a token mixer."""
+"""The paper's taxonomy as running code: every row of its two tables, with one interface and as a mixer."""
 
 from osdn.zoo.inner import INNER_OPTIMISERS, InnerOptimiser, inner_step
 from osdn.zoo.mixer import RecurrentMixer

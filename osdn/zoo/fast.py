@@ -1,8 +1,8 @@
-"""Rows that are a delta rule in other words, each as one call of the operator.
+"""Fast forms of the rows that are delta rules in disguise: one call of the operator each.
 
-The functions take and return what the step functions do, for all tokens at once: the state first, then the
-inputs and weights by name, in the operators' layout `[B, T, H, axes]`; a matrix state is `[B, H, K, V]`
-whatever the row has.  The algebra is that of the layers (`osdn.layers.updates`).
+The functions take and return what the step functions do, but for all tokens at once: the state first, then
+the inputs and weights by name, in the operators' layout `[B, T, H, axes]`.  A matrix state is always
+`[B, H, K, V]`, even if the row's own is transposed.  The algebra lives in `osdn.layers.updates`.
 """
 
 from typing import Any
@@ -62,7 +62,7 @@ def osdn(
 
 
 def longhorn(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensors:
-    """A write strength per value channel: as many value heads of one channel, which share their key head."""
+    """One write strength per value channel: each channel becomes a value head, and all share a key head."""
     B, T, H, V = v.shape
     step = longhorn_step(beta, _square(k)).reshape(B, T, H * V, 1)
     S = S.mT.reshape(B, H * V, k.shape[-1], 1)
@@ -112,6 +112,6 @@ def _square(k: Tensor) -> Tensor:
 
 
 def _log(alpha: Tensor) -> Tensor:
-    """The logarithm of a decay per head, `[B, T, H]`, or per channel, `[B, T, H, K]`."""
+    """The logarithm of the decay: `[B, T, H]` if it is per head, `[B, T, H, K]` if per channel."""
     log = alpha.clamp_min(torch.finfo(alpha.dtype).tiny).log()
     return log[..., 0] if log.shape[-1] == 1 else log

@@ -1,8 +1,8 @@
 """The paper's second table: a sequence layer as one step of an optimiser on an inner loss.
 
-Each row names a decay, a loss and a step.  `inner_step` takes them at their word: it decays the state, lets
-autograd differentiate the loss there, and moves against the gradient.  What comes out is the row's own
-recurrence, which is the table's claim; rows that solve their loss instead are stationary points of it.
+Each row names a decay, a loss and a step.  `inner_step` follows them literally: it decays the state, lets
+autograd differentiate the loss there, and steps against the gradient.  The result is the row's own
+recurrence, as the table claims.  Rows that solve their loss instead end at its stationary point.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,8 +26,8 @@ class InnerOptimiser:
     rule: str
     kind: str
     retained: Callable[[State, Inputs], Tensor]  # the decayed state
-    loss: Callable[[Tensor, Tensor, Inputs], Tensor]  # of the new state, the retained one and the inputs
-    rate: Callable[[State, Inputs], Tensor] | None  # what multiplies the gradient; None: the loss is solved
+    loss: Callable[[Tensor, Tensor, Inputs], Tensor]  # takes the new state, the decayed one and the inputs
+    rate: Callable[[State, Inputs], Tensor] | None  # multiplies the gradient; None: the loss is solved
     note: str = ""
 
 
@@ -57,11 +57,11 @@ def proximal_regression(S: Tensor, retained: Tensor, x: Inputs) -> Tensor:
     return ((S - retained).square().sum((-2, -1)) + weighted) / 2
 
 
-def _kept(state: State, x: Inputs) -> Tensor:
+def _undecayed(state: State, x: Inputs) -> Tensor:
     return state["S"]
 
 
-def _scalar(name: str) -> Callable[[State, Inputs], Tensor]:
+def _decayed_by(name: str) -> Callable[[State, Inputs], Tensor]:
     return lambda state, x: x[name][..., None] * state["S"]
 
 
@@ -82,21 +82,21 @@ REGRESSION = r"\tfrac12 \|S k_t - v_t\|^2"
 GRADIENT = r"\tilde S_{t-1} - \beta_t \nabla \mathcal L_t(\tilde S_{t-1})"
 PRECONDITIONED = GRADIENT + r"\operatorname{Diag}(d_t)"
 
-# mesa_net is solved over the whole prefix, so no loss of one token and one state describes it: see its row.
+# mesa_net solves for the whole prefix, which no loss of one token and one state describes: see its row.
 INNER_OPTIMISERS: dict[str, InnerOptimiser] = {
     "linear_attention": InnerOptimiser(
-        "I", HOPFIELD, r"\tilde S_{t-1} + v_t k_t^\top", "Hebbian", _kept, hopfield, _ones
+        "I", HOPFIELD, r"\tilde S_{t-1} + v_t k_t^\top", "Hebbian", _undecayed, hopfield, _ones
     ),
     "retnet": InnerOptimiser(
         r"\gamma I",
         HOPFIELD,
         r"\tilde S_{t-1} + v_t k_t^\top",
         "Hebb.+decay",
-        _scalar("gamma"),
+        _decayed_by("gamma"),
         hopfield,
         _ones,
-        "The table also adds ½‖√(1-γ) S‖² to the loss.  A step on that from the undecayed state is the "
-        "decay; with both, the state would decay twice.",
+        "The table also adds ½‖√(1-γ) S‖² to the loss.  A step on that term from the undecayed state is "
+        "already the decay; with both, the state would decay twice.",
     ),
     "gla": InnerOptimiser(
         r"\operatorname{Diag}(\alpha_t)",
@@ -106,18 +106,18 @@ INNER_OPTIMISERS: dict[str, InnerOptimiser] = {
         lambda state, x: state["S"] * x["alpha"][..., None, :],
         hopfield,
         _ones,
-        "The same holds for the diagonal regulariser that the table adds.",
+        "The same holds for the diagonal regulariser that the table adds here.",
     ),
-    "delta_net": InnerOptimiser("I", REGRESSION, GRADIENT, "scalar OGD", _kept, regression, _beta),
+    "delta_net": InnerOptimiser("I", REGRESSION, GRADIENT, "scalar OGD", _undecayed, regression, _beta),
     "gdn": InnerOptimiser(
-        r"\alpha_t I", REGRESSION, GRADIENT, "OGD+decay", _scalar("alpha"), regression, _beta
+        r"\alpha_t I", REGRESSION, GRADIENT, "OGD+decay", _decayed_by("alpha"), regression, _beta
     ),
     "kda": InnerOptimiser(
         r"\operatorname{Diag}(\alpha_t)",
         r"\tfrac12 \|S^\top k_t - v_t\|^2",
         GRADIENT,
         "OGD+diag.",
-        _scalar("alpha"),
+        _decayed_by("alpha"),
         transposed_regression,
         _beta,
     ),
@@ -126,15 +126,15 @@ INNER_OPTIMISERS: dict[str, InnerOptimiser] = {
         r"\tfrac12\|S - S_{t-1}\|_F^2 + \tfrac12 \|S k_t - v_t\|_{\operatorname{Diag}(\beta_t)}^2",
         r"\arg\min_S \mathcal L_t(S)",
         "closed form",
-        _kept,
+        _undecayed,
         proximal_regression,
         None,
         "The table drops the proximal term.",
     ),
     "osdn": InnerOptimiser(
-        "I", REGRESSION, PRECONDITIONED, "precond. OGD", _kept, regression, _preconditioned
+        "I", REGRESSION, PRECONDITIONED, "precond. OGD", _undecayed, regression, _preconditioned
     ),
     "osdn-apf": InnerOptimiser(
-        "I", REGRESSION, PRECONDITIONED, "APF precond.", _kept, regression, _preconditioned
+        "I", REGRESSION, PRECONDITIONED, "APF precond.", _undecayed, regression, _preconditioned
     ),
 }

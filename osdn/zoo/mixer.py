@@ -1,8 +1,8 @@
 """Any row of the taxonomy as a token mixer, `[B, T, D] -> [B, T, D]`.
 
-A projection makes each input of the row, a short convolution lets queries, keys and values see the tokens
-just before, and the input's domain (a gate, a unit vector, a simplex) shapes what comes out.  Nothing is
-specific to a row, so rows compare like for like.
+Each input of the row comes from a projection; a short convolution lets queries, keys and values see the
+preceding tokens; and the input's domain (a gate, a unit vector, a simplex) constrains the result.  Nothing
+here is specific to a row, so comparisons between rows are fair.
 """
 
 import torch
@@ -22,10 +22,10 @@ class RecurrentMixer(nn.Module):
         name: a key of `RECURRENCES`.
         hidden_size: D, the width of the tokens.
         num_heads: how many recurrences run side by side.
-        head_k_dim, head_v_dim: K and V of a head; None divides D by the heads.
-        num_slots: M, for the rows that keep slots.
+        head_k_dim, head_v_dim: K and V of a head; None divides D by the number of heads.
+        num_slots: M, for rows whose state consists of slots.
         conv_size: how many tokens the short convolutions see.
-        stepwise: whether to call the step function for every token, even where the row has a fast form.
+        stepwise: call the step function for every token, even if the row has a fast form.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RecurrentMixer(nn.Module):
 
     @property
     def state_size(self) -> int:
-        """How many numbers the layer carries from one token to the next, the convolutions' tails aside."""
+        """How many numbers the layer carries from token to token, not counting the convolutions' tails."""
         return self.num_heads * self.recurrence.state_size(**self.sizes)
 
     def extra_repr(self) -> str:

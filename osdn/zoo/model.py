@@ -1,7 +1,7 @@
-"""A language model of any row: the project's own blocks, with the row as their token mixer.
+"""A language model built on any row: the project's own blocks, with the row as their token mixer.
 
-Embedding, norms, SwiGLU and head are those of `OSDNForCausalLM`, so that rows differ from its variants, and
-from each other, in the recurrence alone.
+Embedding, norms, SwiGLU and head are those of `OSDNForCausalLM`, so rows differ from its variants, and from
+each other, only in the recurrence.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from osdn.zoo.mixer import RecurrentMixer
 
 
 class BlockMixer(nn.Module):
-    """A `RecurrentMixer` called as the blocks call their mixers; for training and scoring whole sequences."""
+    """Gives a `RecurrentMixer` the signature that blocks expect; it handles whole sequences only."""
 
     def __init__(self, mixer: RecurrentMixer) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class BlockMixer(nn.Module):
         if state is not None or output_final_state:
             raise ValueError("a row of the zoo has no cache: pass use_cache=False")
         if cu_seqlens is not None:
-            raise ValueError("a row of the zoo runs sequences of one length, without padding or packing")
+            raise ValueError("a row of the zoo needs sequences of equal length, without padding or packing")
         return self.mixer(x), None
 
 

@@ -1,9 +1,9 @@
-"""What a row of the taxonomy is: named state, named inputs, and one function from token to token.
+"""A row of the taxonomy: named state, named inputs, and one function that advances the state by a token.
 
 A step function takes its state tensors first, then its inputs and weights by name, and returns the new state
-followed by the output.  Everything else here, the initial state, the state's size, the loop over tokens, the
-values an input may take, follows from the axes written beside each name.  A row that is a delta rule in other
-words also has a fast form, one call of the operator for all tokens (`osdn.zoo.fast`).
+followed by the output.  Everything else follows from the axes and the domain declared for each name: the
+initial state, its size, the loop over tokens and the values an input may take.  A row that is a delta rule in
+disguise also has a fast form, one call of the operator for all tokens (`osdn.zoo.fast`).
 """
 
 import inspect
@@ -17,14 +17,14 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 
-# What an unconstrained projection becomes on its way into a step function.
+# Maps an unconstrained projection to the values a step function expects.
 DOMAINS: dict[str, Callable[[Tensor], Tensor]] = {
     "real": lambda x: x,
     "unit": lambda x: F.normalize(x, dim=-1),
     "gate": torch.sigmoid,
-    # sigmoid(x) ** (1 / 16), as GLA has it: memory is long before anything is learned
+    # sigmoid(x) ** (1 / 16), as in GLA: an untrained layer already has a long memory
     "decay": lambda x: (F.logsigmoid(x) / 16).exp(),
-    # starts at 0.999, as the retention of adaptive preconditioner forgetting does
+    # starts at 0.999, like the retention of adaptive preconditioner forgetting
     "retention": lambda x: torch.sigmoid(x + 6.9068),
     "positive": F.softplus,
     # starts near 0.02, inside the range 0.001 to 0.1 of Mamba's time steps
@@ -45,7 +45,7 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A row: `step` moves the state over one token; the rest describes it."""
+    """A row: `step` advances the state by one token; the other fields describe it."""
 
     name: str
     title: str
@@ -79,8 +79,8 @@ class Recurrence:
     ) -> tuple[Tensor, State]:
         """All tokens.  Inputs are `[*batch, T, axes]`, weights broadcast over the batch.
 
-        A row with a fast form takes it; `stepwise` calls the step function for every token instead, which is
-        slow, and differentiable as often as one likes.
+        A row with a fast form uses it.  `stepwise` calls the step function for every token instead, which is
+        slow but can be differentiated any number of times.
 
         Returns the outputs `[*batch, T, V]` and the last state, from which another scan continues.
         """
@@ -103,23 +103,23 @@ class Recurrence:
     def _scan_at_once(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor], state: State
     ) -> tuple[Tensor, State]:
-        """The fast form, in the operators' layout: the last of the batch's dimensions are the heads."""
+        """The fast form, in the operators' layout: the last batch dimension holds the heads."""
         assert self.fast is not None
         *batch, T, V = inputs["v"].shape
         B, H = torch.Size(batch[:-1]).numel(), batch[-1] if batch else 1
         transposed = self.state["S"] == "VK"
-        given = {name: x.reshape(B, H, T, x.shape[-1]).transpose(1, 2) for name, x in inputs.items()}
+        arguments = {name: x.reshape(B, H, T, x.shape[-1]).transpose(1, 2) for name, x in inputs.items()}
         for name, x in weights.items():
-            given[name] = x.expand(*batch, x.shape[-1]).reshape(B, 1, H, x.shape[-1])
+            arguments[name] = x.expand(*batch, x.shape[-1]).reshape(B, 1, H, x.shape[-1])
         for name, x in state.items():
             x = x.mT if name == "S" and transposed else x
-            given[name] = x.reshape(B, H, *x.shape[len(batch) :])
-        *last, o = self.fast(**given)
-        found = {}
+            arguments[name] = x.reshape(B, H, *x.shape[len(batch) :])
+        *last, o = self.fast(**arguments)
+        final_state = {}
         for name, x in zip(self.state, last):
             x = x.mT if name == "S" and transposed else x
-            found[name] = x.reshape(*batch, *x.shape[2:])
-        return o.transpose(1, 2).reshape(*batch, T, V), found
+            final_state[name] = x.reshape(*batch, *x.shape[2:])
+        return o.transpose(1, 2).reshape(*batch, T, V), final_state
 
     def state_size(self, K: int, V: int, M: int) -> int:
         """How many numbers a head carries from one token to the next."""
@@ -127,7 +127,7 @@ class Recurrence:
 
     @property
     def state_formula(self) -> str:
-        """The same as a formula: `VK + K`."""
+        """The state size as a formula, such as `VK + K`."""
         return " + ".join(
             axes if len(set(axes)) == len(axes) else f"{axes[0]}²" for axes in self.state.values()
         )

@@ -1,10 +1,10 @@
-"""The paper's two taxonomy tables as running code: one step function of a few lines for every row.
+"""The paper's two taxonomy tables as running code: a step function of a few lines for every row.
 
 Five more rows are rivals of the paper's rule that its tables leave out.  The functions follow the tables'
 notation: S is `[V, K]` and is read by S q, except in KDA, its online-scaled form and Gated DeltaNet-2, where
 S is `[K, V]`; a state of slots is `[K, M]` or `[V, M]`.  All of them broadcast over leading dimensions.
-`RECURRENCES` maps a name to its row; where a row as printed is not the model it cites, the row here is the
-cited model and its `note` says what differs.
+`RECURRENCES` maps a name to its row.  Where the printed row differs from the model it cites, the code follows
+the cited model and the row's `note` names the difference.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Tensors = tuple[Tensor, ...]  # the new state, then the output
 
 RECURRENCES: dict[str, Recurrence] = {}
 
-# Phase 1 as the paper's runs have it.
+# The settings of phase 1 in the paper's runs.
 ETA, LOW, HIGH, EPS = 0.003, 0.5, 2.0, 1e-6
 
 Q, KEY, VALUE = Input("K"), Input("K"), Input("V")
@@ -223,7 +223,7 @@ def gla(S: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensors:
     r"(S_{t-1} + v_t (d \odot k_t)^\top) q_t",
     inputs={**QKV, "alpha": Input("K", "decay")},
     weights={"D": Input("K")},
-    note="The bonus for the current token weighs key channels; the table has it weigh value channels, "
+    note="The bonus for the current token weights key channels; the table weights value channels, "
     "(d ⊙ v) kᵀ.  The weight d is named D here.",
 )
 def rwkv6(S: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, D: Tensor) -> Tensors:
@@ -280,7 +280,7 @@ def mamba2(S: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> Tensors
     r"S_t^v \operatorname{softmax}((S_t^k)^\top q_t)",
     state={"Sk": "KM", "Sv": "VM"},
     inputs={**QKV, "alpha": Input("M", "decay"), "phi_t": Input("M", "simplex")},
-    note="The cited paper has φ = 1 - α.  The read-out needs the transpose the table leaves out.",
+    note="The cited paper has φ = 1 - α.  The read-out needs a transpose, which the table leaves out.",
 )
 def gsa(Sk: Tensor, Sv: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, phi_t: Tensor) -> Tensors:
     Sk = Sk * alpha[..., None, :] + outer(k, phi_t)
@@ -410,7 +410,7 @@ def oskda(S: Tensor, d: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, a
     r"S_t = \arg\min_S \|S - S_{t-1}\|_F^2 + \|S k_t - v_t\|_{\operatorname{Diag}(\beta_t)}^2",
     inputs={**QKV, "beta": Input("V", "positive")},
     note="The table drops the proximal term, without which the minimiser is not unique and does not depend "
-    "on the past.  The cited layer then keeps the diagonal of the closed form only; this is the closed form.",
+    "on the past.  The cited layer keeps only the diagonal of the closed form; this row keeps all of it.",
     fast=at_once.longhorn,
 )
 def longhorn(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensors:
@@ -441,7 +441,7 @@ def mesa_net(
 
 # ------------------------------------------------------------------------------------------------- rivals
 
-REAL = {**QKV, "beta": Input("1", "gate")}  # keys keep their length
+REAL = {**QKV, "beta": Input("1", "gate")}  # keys are not normalised
 
 
 @row(
@@ -451,7 +451,7 @@ REAL = {**QKV, "beta": Input("1", "gate")}  # keys keep their length
     r"S_t = S_{t-1}(I - \beta'_t k_t k_t^\top) + \beta'_t v_t k_t^\top,\ "
     r"\beta'_t = (1 - e^{-\beta_t \|k_t\|^2}) / \|k_t\|^2",
     inputs=REAL,
-    note="Not in the paper's tables.  The delta rule as a differential equation, solved over a time β.",
+    note="Not in the paper's tables.  The delta rule as a differential equation, solved exactly for time β.",
     fast=at_once.efla,
 )
 def efla(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensors:
@@ -531,8 +531,8 @@ def gdn2(S: Tensor, q: Tensor, k: Tensor, v: Tensor, b: Tensor, w: Tensor, alpha
         "beta2": Input("1", "gate"),
         "alpha": Input("1", "decay"),
     },
-    note="Not in the paper's tables.  Two writes per token, each with a key, a value and a gate of its own; "
-    "the state decays before the first.",
+    note="Not in the paper's tables.  Two writes per token, each with its own key, value and gate; the state "
+    "decays before the first.",
     fast=at_once.delta_product,
 )
 def delta_product(

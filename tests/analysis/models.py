@@ -20,7 +20,7 @@ from tests.models.variants import scatter
 
 
 def qwen3_next() -> nn.Module:
-    """Three gated delta rule layers with grouped values, then one of attention."""
+    """Three gated delta rule layers with grouped values, then an attention layer."""
     config = Qwen3NextConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -32,7 +32,7 @@ def qwen3_next() -> nn.Module:
 
 
 def kimi_linear() -> nn.Module:
-    """Two Kimi Delta Attention layers around one of attention."""
+    """Two Kimi Delta Attention layers around an attention layer."""
     config = KimiLinearConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
         layer_types=["linear_attention", "full_attention", "linear_attention"], num_attention_heads=4,
@@ -46,7 +46,7 @@ def kimi_linear() -> nn.Module:
 
 @cache
 def trained(variant: str, steps: int) -> tuple[OSDNForCausalLM, Tensor]:
-    """A tiny model trained to continue Python's documentation byte by byte, and a passage read twice."""
+    """A tiny byte-level model trained on Python's documentation, and a passage repeated once."""
     text = torch.tensor(list(" ".join(" ".join(topics.topics.values()).split()).encode()))
     torch.manual_seed(0)
     model = OSDNForCausalLM(OSDNConfig.from_preset(f"{variant}-tiny", vocab_size=256))
@@ -62,7 +62,7 @@ def trained(variant: str, steps: int) -> tuple[OSDNForCausalLM, Tensor]:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte."""
+    """One token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""The capture: what it records is what the layer computed with, for our models and those of transformers."""
+"""Captures are exactly what the layer computed with, for our models and those of transformers."""
 
 import sys
 from threading import Thread
@@ -14,7 +14,7 @@ from tests.models.variants import ONLINE_SCALING, VARIANTS, make, tokens
 
 
 def replay(problem: Problem, q: torch.Tensor) -> torch.Tensor:
-    """The outputs of the recurrence over captured tensors, in float64, by the reference."""
+    """The outputs of the reference recurrence over captured tensors, in float64."""
     p = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in vars(problem).items()}
     phase_1 = ("eta", "bounds", "retention", "initial_scale", "beta_aware", "eps")
     write_keys, _ = precondition_keys(
@@ -67,12 +67,12 @@ def test_capturing_changes_nothing_and_ends_with_its_context():
     before, seen = model(ids).logits, []
     with capturing(model, seen.append):
         assert torch.equal(model(ids).logits, before)
-        other(ids)  # is not ours to capture
+        other(ids)  # not the model being captured
     assert len(seen) == 2
     model(ids)
     assert len(seen) == 2
     with pytest.raises(IndexError), capturing(model, seen.append):
-        model(ids + 10_000)  # a failure in the model leaves nothing behind
+        model(ids + 10_000)  # a failure in the model leaves no hooks behind
     model(ids)
     assert len(seen) == 2
 
@@ -107,7 +107,7 @@ def test_a_model_of_transformers_that_runs_in_another_thread_is_not_captured():
     assert [layer.name for layer in seen] == list(recurrent_layers(model))
 
 
-def test_what_cannot_be_captured_is_refused():
+def test_models_and_batches_that_cannot_be_captured_are_rejected():
     with pytest.raises(ValueError, match="Linear has no recurrent layer"):
         capture(torch.nn.Linear(2, 2))
     ids = tokens(2, 7)

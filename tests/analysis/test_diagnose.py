@@ -1,4 +1,4 @@
-"""The diagnostic: its averages against a plain computation, prompts, the command, what it leaves behind."""
+"""The diagnostic: its averages against a plain computation, its prompts, its command and its memory use."""
 
 import gc
 import json
@@ -58,7 +58,7 @@ def test_averages_are_those_of_all_measurements():
     assert result["agreement"]["largest_difference"] < 1e-5
 
 
-def test_the_interval_holds_the_value_and_is_nothing_for_equal_prompts():
+def test_the_interval_contains_the_value_and_is_a_point_for_equal_prompts():
     model = make("gdn")
     q = diagnose(model, prompts(20, 21, 22, 23))["all"]["q_geo"]
     assert q["low"] < q["value"] < q["high"]
@@ -71,7 +71,7 @@ def test_the_interval_holds_the_value_and_is_nothing_for_equal_prompts():
 def test_the_scale_and_where_the_box_binds(variant, wall):
     model, read = make(variant), prompts(64)
     scale = diagnose(model, read)["scale"]
-    assert max(map(max, scale[wall])) > 0  # the test models are made to get there
+    assert max(map(max, scale[wall])) > 0  # the test models are built to reach it
     for i, c in enumerate(capture(model, input_ids=read[0].ids[None])):
         d = scale_trajectory(c)[0]  # [T, H, K]
         low, high = scale["bounds"]
@@ -85,7 +85,7 @@ def test_the_scale_and_where_the_box_binds(variant, wall):
 @pytest.mark.parametrize(
     ("variant", "rule"), [("osgdn-newton", "newton"), ("pkda", "pgdn"), ("efla", "efla")]
 )
-def test_other_rules_are_diagnosed_without_the_columns_of_a_scale(variant, rule):
+def test_other_rules_are_diagnosed_without_scale_columns(variant, rule):
     model, read = make(variant), prompts(31, 44)
     result = diagnose(model, read)
     assert result["rule"] == rule
@@ -113,7 +113,7 @@ def test_the_second_reading_is_found_without_annotation():
     assert find_second_reading(100 * "a" + context) is None
 
 
-def test_a_long_prompt_keeps_its_end():
+def test_a_long_prompt_loses_its_beginning():
     tokenizer = byte_tokenizer()
     context = " ".join(f"The value of item {i} is {i * i % 97}." for i in range(40))
     text = f"{context}\n{context}"
@@ -126,12 +126,12 @@ def test_a_long_prompt_keeps_its_end():
     assert encode("t", text, tokenizer, 50).second_reading is None
 
 
-def test_prompts_come_from_one_place():
-    with pytest.raises(ValueError, match="not from both"):
+def test_prompts_cannot_come_from_a_file_and_from_tasks():
+    with pytest.raises(ValueError, match="not from both: drop one"):
         select(byte_tokenizer(), object(), ["fda_twice"], 1, 8)
 
 
-def test_prompts_of_an_evaluation_task_are_its_own(tmp_path):
+def test_prompts_of_a_task_are_those_of_its_evaluation(tmp_path):
     """`fda_twice` as `osdn eval` reads it: the question, the document twice, the cue."""
     folder = tmp_path / "hazyresearch/based-fda"
     folder.mkdir(parents=True)
@@ -145,7 +145,7 @@ def test_prompts_of_an_evaluation_task_are_its_own(tmp_path):
     assert [prompt.task for prompt in prompts] == ["fda_twice", "topics_twice"]
 
 
-def test_the_result_says_what_was_read_and_what_was_cut(tmp_path):
+def test_the_result_records_what_was_read_and_truncated(tmp_path):
     model, tokenizer, file = make("osdn", vocab_size=300), byte_tokenizer(), tmp_path / "mine.jsonl"
     texts = ["one " * 9, "two " * 12, "three " * 5]
     rows = [{"text": text, "task": task} for text, task in zip(texts, "aab")]
@@ -181,7 +181,7 @@ def test_an_unknown_task_is_named():
         task_texts("nothing", byte_tokenizer(), 1)
 
 
-def test_a_task_without_lm_eval_says_what_to_install(monkeypatch):
+def test_without_lm_eval_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr("osdn.analysis.prompts.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install"):
         task_texts("fda_twice", byte_tokenizer(), 1)
@@ -215,7 +215,7 @@ def test_the_command_writes_its_result_and_figures(checkpoints, tmp_path):
         assert figures == {"contraction.svg", "tasks.svg", "heads.svg", *(["scale.svg"] * (name == "ours"))}
 
 
-def test_attention_layers_of_a_hybrid_are_left_out_and_that_is_said(tmp_path):
+def test_attention_layers_of_a_hybrid_are_left_out_and_counted(tmp_path):
     make("osdn-apf, hybrid", vocab_size=300).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     options = ["--count", "2", "--length", "60", "--output", str(tmp_path)]
@@ -243,7 +243,7 @@ def test_the_command_reads_prompts_from_a_file(checkpoints, tmp_path):
     assert "line 1" in done.output
 
 
-def test_what_cannot_be_loaded_is_said_in_a_sentence(tmp_path):
+def test_a_missing_tokenizer_is_reported_without_a_traceback(tmp_path):
     make("osdn").save_pretrained(tmp_path)
     done = CliRunner().invoke(app, ["diagnose", str(tmp_path)])
     assert done.exit_code == 1
@@ -252,10 +252,10 @@ def test_what_cannot_be_loaded_is_said_in_a_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["not json", "[1]", '{"task": "x"}'])
-def test_a_line_that_is_no_prompt_is_refused_by_its_number(line, tmp_path):
+def test_a_malformed_prompt_is_rejected_with_its_line_number(line, tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text('{"text": "a good one"}\n' + line + "\n")
-    with pytest.raises(ValueError, match='line 2: a prompt is an object with a string "text"'):
+    with pytest.raises(ValueError, match='line 2: a prompt must be an object with a string "text"'):
         list(file_prompts(file, byte_tokenizer(), 100))
 
 
@@ -268,4 +268,4 @@ def test_memory_does_not_grow_with_the_number_of_prompts():
         seen.append(sum(x.numel() for x in gc.get_objects() if type(x) is torch.Tensor))
 
     diagnose(model, (p for _ in range(6) for p in prompts(40)), count)
-    assert max(seen[2:]) - seen[1] <= 6 * (BINS + 2) * 5  # a row of sums a prompt
+    assert max(seen[2:]) - seen[1] <= 6 * (BINS + 2) * 5  # one row of sums per prompt

@@ -1,4 +1,4 @@
-"""The inspector: its numbers are the measurements, and its page works in a real browser, by mouse and key."""
+"""The inspector: it shows the measurements, and its page works in a real browser with mouse and keyboard."""
 
 import base64
 import json
@@ -60,7 +60,7 @@ def test_a_model_without_scale_has_none(variant):
     assert data["heads"] == 3
 
 
-def test_the_page_is_alone_and_cannot_be_broken_by_a_token(shown, tmp_path):
+def test_the_page_is_self_contained_and_no_token_can_break_it(shown, tmp_path):
     text = write_inspector(tmp_path / "page.html", shown[2]).read_text()
     assert not re.search(r"(?:src|href)=.(?!data:)|https?://|@import|url\(", text)
     held = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
@@ -114,7 +114,7 @@ def test_the_page_works_in_a_browser(shown, tmp_path, width, height):
         assert b.complaints() == []
 
 
-def test_the_page_of_a_hybrid_says_what_it_leaves_out():
+def test_the_page_of_a_hybrid_counts_the_layers_it_leaves_out():
     data = inspect_prompt(
         make("oskda, hybrid without positions"), Prompt("x", tokens(9), None), ["a"] * 9, "mine"
     )

@@ -1,4 +1,4 @@
-"""The statements along the keys and gates of models: the nine variants, trained a little on real text."""
+"""The statements on the keys and gates of the nine variants, briefly trained on real text."""
 
 from pydoc_data import topics
 
@@ -43,19 +43,19 @@ def test_statements_hold_on_a_trained_models_own_keys(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
-def test_statements_hold_on_every_variants_keys_after_more_training(name):
+def test_statements_hold_on_the_keys_of_every_variant_after_more_training(name):
     model = train(name, steps=60)
     for check in model_statements(problems_of(model, input_ids=bytes_of_text()[:512].view(4, 128))):
         assert check.passed, (check.statement, check.verdict)
 
 
-def test_statements_are_not_claimed_of_other_rules():
+def test_other_rules_are_rejected():
     model = OSDNForCausalLM(OSDNConfig.from_preset("osdn-newton-tiny"))
     with pytest.raises(ValueError, match="the paper's statements are about its own rule, not newton"):
         problems_of(model, input_ids=torch.arange(9)[None])
 
 
-def test_a_models_problems_are_exact_and_its_own():
+def test_a_models_problems_hold_its_own_tensors_in_float64():
     model = train("osgdn-apf-tiny", steps=1)
     ids = bytes_of_text()[None, :20]
     (p, *_) = problems_of(model, input_ids=ids)
@@ -69,8 +69,8 @@ def test_a_models_problems_are_exact_and_its_own():
         assert tensor.dtype == torch.float64
 
 
-def test_a_run_of_one_token_drives_its_residual_to_zero_and_is_named():
-    """Blanks in a row repeat one key and one value: the hypothesis the paper leaves out, in a model."""
+def test_repeating_one_token_drives_its_residual_to_zero_and_is_reported():
+    """A run of blanks repeats one key and one value, which violates a hypothesis the paper leaves out."""
     model = train("delta_net-tiny", steps=1)
     (check, *_) = model_statements(problems_of(model, input_ids=torch.full((1, 256), 32)))
     assert check.violated == [RESIDUAL]

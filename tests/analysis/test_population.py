@@ -1,4 +1,4 @@
-"""The statements about the idealised dynamics, and the dynamics against plain gradient steps on data."""
+"""The statements about the idealised dynamics, and the dynamics against gradient steps on data."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def generator(seed: int = 0) -> torch.Generator:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31), st.integers(2, 6), st.integers(1, 4), st.integers(1, 40), st.floats(0.1, 0.8))
 def test_statements_hold_on_random_populations(seed, K, V, T, spread):
-    rank = 2 + seed % (K - 1)  # with one direction only, the first step already lands on the optimum
+    rank = 2 + seed % (K - 1)  # with a single direction, the first step already reaches the optimum
     population = pop.random_population(generator(seed), P=4, K=K, V=V, rank=rank, spread=spread)
     trajectory = pop.descend(population, T)
     ends = torch.randn(2, 4, K, K, generator=generator(seed), dtype=torch.float64)
@@ -27,7 +27,7 @@ def test_statements_hold_on_random_populations(seed, K, V, T, spread):
 
 
 def test_the_dynamics_are_full_gradient_steps_on_data():
-    """Against S - grad f(S) D with autograd's gradient of the mean squared error, values and all."""
+    """Against S - grad f(S) D with autograd's gradient of the mean squared error on keys and values."""
     k, v = (torch.randn(2, 30, n, generator=generator(n), dtype=torch.float64) for n in (4, 3))
     S = torch.randn(2, 3, 4, generator=generator(), dtype=torch.float64)
 
@@ -54,7 +54,7 @@ def test_the_dynamics_are_full_gradient_steps_on_data():
         S, D = S - gradient @ D, D - slope / population.smoothness[:, None, None]
 
 
-def test_property_1_holds_and_tells_one_kronecker_order_from_the_other(monkeypatch):
+def test_property_1_holds_and_fails_for_the_wrong_kronecker_order(monkeypatch):
     k, v = (torch.randn(3, 9, n, generator=generator(n), dtype=torch.float64) for n in (4, 2))
     assert pop.exact_quadratic(k, v).passed
     kron = torch.kron
@@ -74,7 +74,7 @@ def test_monotone_descent_is_not_needed_for_theorem_1():
 
 @pytest.mark.parametrize("c", [0.01, 100.0])
 def test_rescaling_the_keys_changes_neither_side_of_theorem_1(c):
-    """So L alone cannot say how long the bound needs: scaled keys change L and nothing else."""
+    """So L alone does not determine how fast the bound shrinks: scaling the keys changes nothing but L."""
     population = pop.random_population(generator(), P=6)
     scaled = Population(c * population.covariance, population.start)
     a, b = (pop.population_bound(pop.descend(x, 16)) for x in (population, scaled))

@@ -21,7 +21,7 @@ def per_channel(x: Tensor) -> Tensor:
 
 
 def loop(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """f_t before and after each write and the scale it used, token by token, as the paper defines them."""
+    """f_t before and after each write and the scale it used, in a loop over tokens as in the paper."""
     p = Problem(**{k: v.double() if isinstance(v, Tensor) else v for k, v in vars(p).items()})
     B, T, H, K = p.k.shape
     S = torch.zeros(B, H, K, p.v.shape[-1], dtype=torch.float64)
@@ -44,7 +44,7 @@ def loop(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def written(inputs):
-    """The write keys of Newton's method and of PGDN by their definitions, [B, T, HV, K] in float64."""
+    """The write keys of Newton's method and PGDN from their definitions, [B, T, HV, K] in float64."""
     if inputs.preconditioner is None:
         return inputs.k if inputs.write_keys is None else inputs.write_keys
     settings = inputs.preconditioner
@@ -73,8 +73,8 @@ def written(inputs):
 
 
 @pytest.mark.parametrize("variant", OTHER_RULES)
-def test_ratios_of_other_rules_are_those_of_their_definitions(variant):
-    """The states of every token, the write keys and the losses, by loops in float64."""
+def test_ratios_of_other_rules_match_their_definitions(variant):
+    """States, write keys and losses are computed by loops in float64."""
     model, seen = make(variant), []
     for block in model.model.layers:
         block.attn.recurrence.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -115,13 +115,13 @@ def _double(x):
     ("variant", "why"),
     [("comba", "Comba has no residual ratio"), ("delta product", "writes 2 times per token")],
 )
-def test_updates_without_a_ratio_per_token_are_refused_with_the_reason(variant, why):
+def test_updates_without_a_ratio_per_token_are_rejected_with_the_reason(variant, why):
     with pytest.raises(ValueError, match=why):
         capture(make(variant), input_ids=tokens(1, 5))
 
 
 @pytest.mark.parametrize("variant", ONLINE_SCALING)
-def test_losses_and_scales_are_those_of_the_loop(variant):
+def test_losses_and_scales_match_the_loop(variant):
     for layer in capture(make(variant), input_ids=tokens(2, 17)):
         before, after, scales = loop(layer.problem)
         measured = residuals(layer)
@@ -159,7 +159,7 @@ def test_transformers_layers_are_measured(make_model):
         assert r.disagreement.max() < 1e-5
 
 
-def test_a_value_of_zero_has_no_ratio_and_breaks_none():
+def test_a_zero_value_has_no_ratio_and_spoils_no_other():
     layer = capture(make("osdn"), input_ids=tokens(1, 9))[0]
     silent = layer.problem.with_(v=torch.zeros_like(layer.problem.v))
     r = residuals(silent)

@@ -1,4 +1,4 @@
-"""The suite behind `osdn theory`: everything holds, and what is broken on purpose is named."""
+"""The suite behind `osdn theory`: every statement holds, and every deliberate violation is reported."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ def test_every_statement_of_the_paper_holds(report):
     assert report.passed
 
 
-def test_each_violation_is_named_alone_and_breaks_what_needs_it(report):
+def test_each_violation_is_reported_alone_and_breaks_the_relation_that_needs_it(report):
     for v in report.violations:
         assert v.check.violated == [v.hypothesis], v.check.statement
         assert not v.check.passed
@@ -34,12 +34,12 @@ def test_every_hypothesis_of_every_statement_is_broken_somewhere(report):
     broken = {(v.check.statement, v.hypothesis) for v in report.violations}
     names = {name for _, name in broken}
     declared = {name for c in report.statements for name in c.hypotheses}
-    # these two say what the decomposition and the counter-example found, not what they assume
+    # these are findings of the decomposition and the counter-example, not assumptions
     findings = {n for n in declared if "costs nothing" in n or "solved exactly" in n}
     assert declared - findings == names
 
 
-def test_the_report_is_plain_json_with_what_made_it(report, tmp_path):
+def test_the_report_is_plain_json_with_versions_and_settings(report, tmp_path):
     contents = json.loads(
         report.write(tmp_path / "new").read_text(), parse_constant=lambda x: pytest.fail(f"not JSON: {x}")
     )
@@ -56,26 +56,26 @@ def test_a_failing_statement_fails_the_report(report):
     assert not replace(report, statements=[wrong]).passed
 
 
-def test_a_violation_that_goes_unnoticed_fails_the_report(report):
+def test_an_undetected_violation_fails_the_report(report):
     blind = replace(report.violations[0], hypothesis="something else")
     assert not replace(report, violations=[blind]).passed
 
 
-def test_a_check_weighs_relation_and_hypotheses_apart():
+def test_a_check_judges_relation_and_hypotheses_separately():
     zero, one = torch.zeros(2), torch.ones(2)
     assert Check("a", "<=", zero, one).verdict == "holds"
     assert Check("a", "<=", one, zero).verdict == "FAILS"
     assert not Check("a", "<", zero, zero).holds
     assert Check("a", "<=", zero, zero).holds
     assert not Check("a", "=", torch.full((1,), torch.nan), zero).holds
-    assert Check("a", "<=", zero, one, {"x": False}).verdict == "holds all the same, without: x"
+    assert Check("a", "<=", zero, one, {"x": False}).verdict == "holds anyway, without: x"
     assert Check("a", "<=", one, zero, {"x": False, "y": True}).verdict == "fails, without: x"
     both = merge([Check("a", "=", zero, zero, {"x": True}), Check("a", "=", one, zero, {"x": False})])
     assert both.violated == ["x"]
     assert not both.holds
 
 
-def test_figures_are_drawn_the_same_every_time(tmp_path, monkeypatch):
+def test_figures_are_reproducible_byte_by_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "FIGURES", {n: figures.FIGURES[n] for n in ("feedback", "decomposition")})
     first, second = (figures.draw(CONFIG, tmp_path / name) for name in ("a", "b"))
     assert [p.name for p in first] == [

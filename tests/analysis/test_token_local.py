@@ -43,7 +43,7 @@ def problems(draw, retention: bool = True):
 
 @settings(max_examples=40, deadline=None)
 @given(problems())
-def test_statements_that_need_no_learner_hold_on_random_problems(p):
+def test_statements_that_do_not_involve_the_learner_hold_on_random_problems(p):
     for check in (
         tok.closed_form(p),
         tok.monotone_descent(p),
@@ -81,7 +81,7 @@ def test_repeated_keys_turn_token_local_ratios_into_class_losses(seed, channels)
     p, classes = tok.repeated_keys_problem(generator(seed), B=3, T=12, channels=tuple(channels))
     check = tok.repeated_keys(p, classes)
     assert check.passed, check.verdict
-    # and Theorem 2 bounds what the corollary equates
+    # and Theorem 2 bounds the quantity in the corollary
     bound = tok.token_local_bound(p)
     assert bound.passed
     assert (check.left <= bound.right + 1e-9).all()
@@ -91,7 +91,7 @@ def test_repeated_keys_turn_token_local_ratios_into_class_losses(seed, channels)
 
 
 @pytest.mark.parametrize("decay", ["none", "scalar", "channel"])
-def test_a_run_measures_the_states_the_operator_passes_through(decay):
+def test_a_run_measures_the_operators_intermediate_states(decay):
     p = random_problem(generator(), B=2, T=7, K=3, V=2, decay=decay)
     r = run(p)
     w, _ = precondition_keys(p.k, p.beta)
@@ -109,7 +109,7 @@ def test_a_run_measures_the_states_the_operator_passes_through(decay):
     torch.testing.assert_close(r.final_state, S)
 
 
-def test_a_run_ends_where_the_fused_operator_ends():
+def test_a_run_ends_in_the_fused_operators_state():
     p = random_problem(generator(), B=2, T=20, decay="channel", eta=0.1)
     _, S, _ = online_scaled_delta_rule(
         p.k, p.k, p.v, p.beta, eta=0.1, log_decay=p.log_decay, output_final_state=True
@@ -170,18 +170,18 @@ def test_the_best_free_scale_solves_the_normal_equations():
     assert gradient.abs().max() < 1e-9
 
 
-def test_a_solver_out_of_rounds_says_so():
+def test_a_solver_that_does_not_converge_raises():
     p = random_problem(generator(), B=4, T=50, K=9)
     Q, c = p.s[:, :, 0].mT @ p.s[:, :, 0], p.s[:, :, 0].sum(1)
     with pytest.raises(RuntimeError, match="did not converge in 1 rounds"):
         box_least_squares(Q, c, (0.5, 2.0), rounds=1)
 
 
-# ------------------------------------------------------------------------ what the paper says otherwise
+# -------------------------------------------------------------------------------- where the paper differs
 
 
-def test_theorem_2_with_the_regret_incurred_is_the_inequality_of_means():
-    """Its right side is then the arithmetic mean of the q_t, whatever the comparator."""
+def test_theorem_2_with_the_actual_regret_is_the_inequality_of_means():
+    """Its right side is then the arithmetic mean of the q_t, for any comparator."""
     p = random_problem(generator(), B=4)
     mean = run(p).log_q.exp().mean(1).log().flatten()
     for d in (None, p.start, 0.7 * p.start):
@@ -201,7 +201,7 @@ def test_theorem_2_is_false_under_the_papers_convention_for_zero_residuals():
 
 
 def test_theorem_2_holds_for_keys_of_any_norm_with_the_regret_weighted_by_it():
-    """Unit keys only serve to cancel 1 / |k|²: with regret in |k|² h_t they are not needed."""
+    """Unit keys only serve to cancel 1 / |k|²; with the regret of |k|² h_t they are not needed."""
     p = random_problem(generator(), B=8)
     p = p.with_(k=p.k * torch.linspace(0.2, 1.3, p.length, dtype=torch.float64)[None, :, None, None])
     r, d = run(p), best_fixed_scale(p, p.bounds)
@@ -219,7 +219,7 @@ def test_a_constant_step_has_regret_that_grows_with_the_stream():
         regrets.append(float(run(p).regret(torch.full_like(p.start, ALTERNATING_BEST))))
     assert regrets[1] / regrets[0] == pytest.approx(4, rel=0.05)
     assert regrets[2] / regrets[1] == pytest.approx(4, rel=0.05)
-    g = 0.2  # |h'| of either gate at the best scale: a pair of tokens adds eta g²
+    g = 0.2  # |h'| of both gates at the best scale: each pair of tokens adds eta g²
     assert regrets[2] / 32768 == pytest.approx(0.003 * g**2 / 2, rel=0.05)
 
 
@@ -231,8 +231,8 @@ def test_the_newton_regret_stays_bounded_where_the_paper_lets_it_grow():
     assert (halves[:, 1] < 0.05 * halves[:, 0]).all()
 
 
-def test_before_the_decay_the_residual_is_not_the_scales_to_shrink():
-    """OSGDN: against the undecayed state, an extra (1 - alpha) v stands beside what the write can change."""
+def test_the_scale_cannot_shrink_the_residual_before_the_decay():
+    """OSGDN: against the undecayed state, the residual has an extra (1 - alpha) v that no write changes."""
     p = random_problem(generator(), B=3, T=6, decay="scalar")
     tokens = tok._tokens(p)
     alpha = tokens.log_decay.exp()[..., None]
@@ -264,12 +264,12 @@ def test_the_counter_example_solves_every_token_and_learns_nothing():
     assert (r.after.flatten()[1:] / r.before.flatten()[1:]).max() < 1e-24
 
 
-def test_statements_about_a_box_ask_for_one():
+def test_statements_about_a_box_require_bounds():
     with pytest.raises(ValueError, match="give the problem bounds"):
         tok.token_local_bound(random_problem(generator(), B=1, bounds=None))
 
 
-def test_the_textbook_step_is_the_one_that_balances_the_bound():
+def test_the_textbook_step_balances_the_bound():
     p = random_problem(generator(), B=1, T=25, K=4)
     assert tok.diameter(p) == 3.0
     assert tok.textbook_eta(p) == pytest.approx(3.0 / math.sqrt(25))

@@ -18,7 +18,7 @@ from osdn.models.presets import VARIANTS
 from osdn.results.paper import THROUGHPUT
 
 
-def test_models_of_a_block_stay_together_behind_their_baseline():
+def test_models_are_grouped_by_block_with_the_baseline_first():
     asked = ["oskda-tiny", "osdn-apf-tiny", "kda-tiny", "osdn-340m", "delta_net-tiny", "delta_net-340m"]
     assert throughput.blocks(asked) == [
         ["kda-tiny", "oskda-tiny"],
@@ -27,7 +27,7 @@ def test_models_of_a_block_stay_together_behind_their_baseline():
     ]
 
 
-def test_presets_of_a_block_share_their_weights_and_nothing_else():
+def test_presets_of_a_block_share_only_their_weights():
     models = [one.model for one in throughput.build(["delta_net-tiny", "osdn-tiny", "osdn-apf-tiny"], "cpu")]
     base, plain, apf = (dict(model.named_parameters()) for model in models)
     assert base.keys() == plain.keys()
@@ -40,7 +40,7 @@ def test_presets_of_a_block_share_their_weights_and_nothing_else():
         assert parameter.data_ptr() == plain[name].data_ptr() == apf[name].data_ptr()
     ids = torch.arange(9)[None]
     logits = [model(ids).logits for model in models]
-    assert not torch.equal(logits[0], logits[1])  # the online scaling is on
+    assert not torch.equal(logits[0], logits[1])  # online scaling is active
 
 
 def save(variant: str, folder: Path, **fields: object) -> str:
@@ -50,7 +50,7 @@ def save(variant: str, folder: Path, **fields: object) -> str:
     return str(folder)
 
 
-def test_saved_models_are_timed_with_their_own_weights_beside_presets(tmp_path):
+def test_saved_models_are_timed_with_their_own_weights_alongside_presets(tmp_path):
     ours = save("osdn", tmp_path / "ours", run_name="long run")
     other = save("osdn", tmp_path / "other", vocab_size=300)
     assert throughput.blocks(["osdn-tiny", other, ours, "delta_net-tiny"]) == [
@@ -70,13 +70,13 @@ def test_saved_models_are_timed_with_their_own_weights_beside_presets(tmp_path):
     assert mine["block"] == base["block"] != alone["block"]
     assert [row["compared_with"] for row in result["rows"]] == [None, "delta_net-tiny", None]
     assert "change" in mine
-    assert "change" not in alone  # nothing of its block was timed
+    assert "change" not in alone  # no other model of its block was timed
     assert all(len(row["times_ms"]) == 3 for row in result["rows"])
     with pytest.raises(ValueError, match="there is no preset 'nothing'"):
         throughput.throughput(["nothing"])
 
 
-def test_one_prefill_then_one_call_a_token_through_the_cache(monkeypatch):
+def test_one_prefill_then_one_call_per_token_through_the_cache(monkeypatch):
     model = throughput.build(["osgdn-tiny"], "cpu")[0].model
     ids, calls = torch.arange(11)[None], []
     original = type(model).forward
@@ -125,14 +125,14 @@ def test_without_a_baseline_there_is_no_change():
         assert "change" not in row
 
 
-def test_state_sizes_are_the_papers():
+def test_state_sizes_match_the_paper():
     assert THROUGHPUT.rows.keys() == PAPER_STATE_MIB.keys()
     for name, mib in PAPER_STATE_MIB.items():
         row = throughput.summarise([timed(name, (1.0, 1.0))], 2)[0]
         assert row["state_mib"] == pytest.approx(mib, abs=5.1e-4)
 
 
-def test_a_hybrid_keeps_keys_and_values_too():
+def test_a_hybrids_state_includes_keys_and_values():
     short, long = (
         throughput.summarise([timed("gdn-hybrid-tiny", (1.0, 1.0))], tokens)[0]["state_mib"]
         for tokens in (1, 1025)
@@ -142,7 +142,7 @@ def test_a_hybrid_keeps_keys_and_values_too():
     assert long - short == pytest.approx(costs.cache_kib_per_token)
 
 
-def test_the_papers_changes_are_those_of_its_own_throughputs():
+def test_the_papers_changes_follow_from_its_throughputs():
     for base, variant in (("delta_net-340m", "osdn-340m"), ("kda-340m", "oskda-340m")):
         ours, theirs = THROUGHPUT.rows[variant], THROUGHPUT.rows[base]
         change = 100 * (ours["tokens_per_second"] / theirs["tokens_per_second"] - 1)

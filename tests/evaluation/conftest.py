@@ -1,4 +1,4 @@
-"""A mirror and checkpoints that the tests of this folder share, and no network."""
+"""A mirror and checkpoints shared by the tests in this folder, and no network."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.evaluation.mirror import save_llama, save_osdn, write_mirror
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_hub(tmp_path_factory):
-    """The hub is not there, and neither is whatever the machine has cached."""
+    """Neither the hub nor the machine's own cache is available."""
     with pytest.MonkeyPatch.context() as patch:
         hub.hub_answers.cache_clear()
         patch.setattr(hub.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -21,7 +21,7 @@ def _no_hub(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
-    """Models this small lose more to waiting for threads than they gain."""
+    """Models this small lose more to synchronisation than they gain from threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -12,7 +12,8 @@ from osdn import OSDNConfig, OSDNForCausalLM
 from osdn.training.data import load_tokenizer
 from tests.models.variants import scatter
 
-TEXT = " ".join(" ".join(topics.topics.values()).split()).encode("ascii", "ignore").decode()  # a byte a token
+# ASCII, so that one byte is one token
+TEXT = " ".join(" ".join(topics.topics.values()).split()).encode("ascii", "ignore").decode()
 
 
 def prose(i: int, characters: int) -> str:
@@ -121,7 +122,7 @@ LONGBENCH = (
     "narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum",
     "multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en",
 )  # fmt: skip
-FILES = {  # places in the mirror, in every layout that it may have, and what a row is
+FILES = {  # files of the mirror, in every possible layout, and the rows in them
     "EleutherAI/wikitext_document_level/wikitext-2-raw-v1/test.parquet": lambda i: {
         "page": f" = Title {i} = \n {prose(i, 300)}"
     },
@@ -167,14 +168,14 @@ def write_mirror(root: Path, rows: int = 3) -> Path:
 
 
 def write_punkt(folder: Path) -> None:
-    """A sentence splitter of nltk that has learned nothing: full stops end sentences."""
+    """An untrained sentence splitter for nltk: every full stop ends a sentence."""
     folder.mkdir(parents=True)
     for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
         (folder / name).write_text("")
 
 
 def write_arrow(path: Path, rows: list[dict]) -> None:
-    """As the cache of `datasets` holds it."""
+    """Write rows as in the cache of `datasets`."""
     from datasets.arrow_writer import ArrowWriter
 
     with ArrowWriter(path=str(path)) as writer:
@@ -184,7 +185,7 @@ def write_arrow(path: Path, rows: list[dict]) -> None:
 
 
 def save_osdn(folder: Path, variant: str = "osdn", seed: int = 0, **fields: object) -> str:
-    """A small model over bytes with weights that matter, saved with its tokenizer."""
+    """A small byte-level model whose weights all matter, saved with its tokenizer."""
     tokens = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": 256}
     config = OSDNConfig.from_preset(f"{variant}-tiny", **tokens, **fields)
     scatter(OSDNForCausalLM(config), seed).save_pretrained(folder)

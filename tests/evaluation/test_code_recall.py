@@ -1,4 +1,4 @@
-"""Recall on Python's sources: what is asked, and that the document is needed to answer."""
+"""Recall on Python's sources: the questions, and that they cannot be answered without the document."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from osdn.models.checkpoints import load_tokenizer
 from osdn.results.columns import BY_SUITE
 from osdn.training.data import VALIDATION_SHARE, SourceFiles, load_source
 
-COMMON = "shared_default = compute_everything(1)\n"  # of files that are trained on, too
+COMMON = "shared_default = compute_everything(1)\n"  # also in training files
 FILE = (
     """# File {i}.
 threshold_{i} = make_limit({i}, 0.{i}5)
@@ -68,7 +68,7 @@ def test_files_are_split_by_their_path():
         list(SourceFiles("installed").texts("test"))
 
 
-def test_the_fingerprint_tells_what_was_found(sources):
+def test_the_fingerprint_changes_with_the_files(sources):
     before = SourceFiles("installed").fingerprint
     assert SourceFiles("installed").fingerprint == before
     (sources["purelib"] / "package0" / "module.py").write_text("x = 1\n")
@@ -78,7 +78,7 @@ def test_the_fingerprint_tells_what_was_found(sources):
 @pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize("window", [200, 400, 1500])
 @pytest.mark.parametrize("kind", code_recall.KINDS)
-def test_an_answer_stands_in_its_document_once(osdn, kind, window):
+def test_an_answer_occurs_once_in_its_document(osdn, kind, window):
     tokenizer = load_tokenizer(osdn)
     once, twice = (
         code_recall.code_documents(kind, readings=n, tokenizer=tokenizer, window=window)["validation"]
@@ -90,20 +90,20 @@ def test_an_answer_stands_in_its_document_once(osdn, kind, window):
         assert text.count(row["value"]) == text.count(cue) == 1
         assert text.find(cue) < text.find(row["value"]) <= text.find(cue) + len(cue) + 1
         assert again == {"prompt": f"{text}\n\n{row['prompt']}", "value": row["value"]}
-        assert not cue.endswith(" ")  # which the tokens after it would begin with
+        assert not cue.endswith(" ")  # the next token would start with the space
         assert (window - 50) / 2 <= len(tokenizer(text).input_ids) <= window - 50 or len(text) < window
         number = re.search(r"_(\d+)|path(\d+)|Reader(\d+)|File (\d+)", text)
         assert text in FILE.replace("{i}", next(filter(None, number.groups())))
 
 
 @pytest.mark.usefixtures("sources")
-def test_what_training_files_answer_is_not_asked(osdn):
+def test_answers_that_occur_in_training_files_are_excluded(osdn):
     rows = code_recall.code_documents(
         *code_recall.KINDS, readings=0, tokenizer=load_tokenizer(osdn), window=800
     )["validation"]
     cues = {row["prompt"] for row in rows}
     assert not any(cue.startswith("shared_default") for cue in cues)
-    assert not any(cue.startswith("self.path") for cue in cues)  # its answer begins with its name
+    assert not any(cue.startswith("self.path") for cue in cues)  # the cue would hint at the answer
     assert not any("short" in cue for cue in cues)
     train = "".join(SourceFiles("installed").texts("train"))
     assert not any(row["value"] in train for row in rows if "open_somehow" not in row["value"])
@@ -134,7 +134,7 @@ def test_the_suite_is_evaluated_without_a_mirror(osdn, tmp_path):
 
 
 @pytest.mark.usefixtures("sources")
-def test_a_right_continuation_scores(osdn):
+def test_a_correct_continuation_scores(osdn):
     loaded = harness.load_task("code_variables", load_tokenizer(osdn), window=400)
     document = loaded.eval_docs[0]
     assert loaded.process_results(document, [f" {document['value']}"]) == {"contains": 1.0}

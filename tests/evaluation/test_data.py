@@ -1,4 +1,4 @@
-"""The mirror: what it may look like, what is found in it, and what is said when something is not there."""
+"""The mirror: its layouts, what is found in it, and the errors if something is missing."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from osdn.evaluation import data
-from osdn.evaluation.data import MissingDataError, find_files, load_data, whereabouts
+from osdn.evaluation.data import MissingDataError, data_location, find_files, load_data
 from osdn.evaluation.suites import SUITES
 from tests.evaluation.mirror import write_arrow
 
@@ -25,7 +25,7 @@ ROWS = [{"text": "one"}, {"text": "two"}]
 def test_every_layout_is_read(tmp_path, place):
     path = tmp_path / place
     path.parent.mkdir(parents=True)
-    (path.parent / "dataset_info.json").write_text("{}")  # lies beside the data of the cache
+    (path.parent / "dataset_info.json").write_text("{}")  # the cache has this file next to the data
     if path.suffix == ".arrow":
         write_arrow(path, ROWS)
     elif path.suffix == ".parquet":
@@ -35,10 +35,10 @@ def test_every_layout_is_read(tmp_path, place):
     loaded = load_data("owner/My-Set", "config", tmp_path)
     assert list(loaded) == ["validation"]
     assert loaded["validation"].to_list() == ROWS
-    assert whereabouts("owner/My-Set", "config", tmp_path) == "mirror"
+    assert data_location("owner/My-Set", "config", tmp_path) == "mirror"
 
 
-def test_splits_and_parts_are_told_apart(tmp_path):
+def test_splits_and_parts_are_distinguished(tmp_path):
     folder = tmp_path / "a/contest-b"
     folder.mkdir(parents=True)
     for name in ("train-0", "train-1", "test", "attestation"):
@@ -50,14 +50,14 @@ def test_splits_and_parts_are_told_apart(tmp_path):
         find_files("a/contest-b", None, tmp_path)
 
 
-def test_a_mirror_may_hold_the_first_version_of_swde(tmp_path):
+def test_a_mirror_may_have_the_first_version_of_swde(tmp_path):
     file = tmp_path / "hazyresearch/based-swde/validation.jsonl"
     file.parent.mkdir(parents=True)
     file.write_text('{"text": "a", "key": "b", "value": "c"}\n')
     assert load_data("hazyresearch/based-swde-v2", "default", tmp_path)["validation"][0]["value"] == "c"
 
 
-def test_another_configuration_is_not_taken_for_the_one_that_is_missing(tmp_path):
+def test_another_configuration_does_not_stand_in_for_a_missing_one(tmp_path):
     folder = tmp_path / "allenai/ai2_arc/ARC-Easy"
     folder.mkdir(parents=True)
     (folder / "test.jsonl").write_text(json.dumps(ROWS[0]))
@@ -65,16 +65,16 @@ def test_another_configuration_is_not_taken_for_the_one_that_is_missing(tmp_path
     assert not find_files("allenai/ai2_arc", "ARC-Challenge", tmp_path)
 
 
-def test_a_missing_set_is_told_in_a_line(tmp_path, monkeypatch):
-    with pytest.raises(MissingDataError, match="not cached, and the hub cannot be reached") as told:
+def test_a_missing_data_set_is_reported_in_one_line(tmp_path, monkeypatch):
+    with pytest.raises(MissingDataError, match="not cached, and the hub cannot be reached") as error:
         load_data("nobody/nothing", None, tmp_path)
-    assert str(tmp_path) in str(told.value)
-    assert "\n" not in str(told.value)
-    assert whereabouts("nobody/nothing", None, None) == "hub"
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert data_location("nobody/nothing", None, None) == "hub"
 
 
 @pytest.mark.parametrize("content", ["", "\n", "[]", '{"text": '])
-def test_a_file_without_documents_is_told(tmp_path, content):
+def test_a_file_without_documents_is_reported(tmp_path, content):
     folder = tmp_path / "owner/empty"
     folder.mkdir(parents=True)
     (folder / "test.json").write_text(content)
@@ -82,15 +82,15 @@ def test_a_file_without_documents_is_told(tmp_path, content):
         load_data("owner/empty", None, tmp_path)["test"]
 
 
-def test_what_datasets_has_cached_is_known(tmp_path, monkeypatch):
+def test_cached_data_sets_are_recognised(tmp_path, monkeypatch):
     monkeypatch.setattr(data.datasets.config, "HF_DATASETS_CACHE", tmp_path)
     (tmp_path / "Xnhyacinth___long_bench/qasper").mkdir(parents=True)
-    assert whereabouts("Xnhyacinth/LongBench", "qasper", None) == "cache"
-    assert whereabouts("Xnhyacinth/LongBench", "trec", None) == "hub"
+    assert data_location("Xnhyacinth/LongBench", "qasper", None) == "cache"
+    assert data_location("Xnhyacinth/LongBench", "trec", None) == "hub"
 
 
-def test_the_data_we_list_are_those_of_lm_evals_tasks(mirror):
-    """Path, configuration and split as `lm_eval` has them, so that `--list` tells the truth."""
+def test_the_listed_data_matches_the_tasks_of_lm_eval(mirror):
+    """Path, configuration and split must match `lm_eval` for `--list` to be correct."""
     from osdn.evaluation.harness import load_task
     from osdn.training.data import load_tokenizer
 
@@ -103,7 +103,7 @@ def test_the_data_we_list_are_those_of_lm_evals_tasks(mirror):
                 assert split == task.split, task.name
 
 
-def test_a_mirror_without_the_split_is_told(tmp_path):
+def test_a_mirror_without_the_split_is_reported(tmp_path):
     from osdn.evaluation.harness import load_task
 
     folder = tmp_path / "baber/piqa"

@@ -1,4 +1,4 @@
-"""Numbers by hand from the model's own logits and greedy text, and against `lm_eval`'s own `--model hf`."""
+"""Scores against the model's own logits and greedy text, and against `lm_eval --model hf`."""
 
 import json
 import math
@@ -53,7 +53,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def loglikelihood(self, context: str, continuation: str) -> float:
-        """log p(continuation | context), one token a byte."""
+        """log p(continuation | context), with one token per byte."""
         ids = self.tokenizer(context + continuation).input_ids
         start = len(self.tokenizer(context).input_ids)
         logits = self.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
@@ -61,7 +61,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def continuation(self, prompt: str, count: int) -> str:
-        """Greedy text by recomputing the prefix for every token."""
+        """Greedy text, recomputing the prefix for every token."""
         ids = self.tokenizer(prompt).input_ids
         start = len(ids)
         while len(ids) - start < count:
@@ -98,7 +98,7 @@ def test_normalised_accuracy_divides_by_the_choices_length(checkpoint, big_mirro
         assert score.error == pytest.approx(math.sqrt(score.value * (1 - score.value) / (ROWS - 1)))
 
 
-def test_plain_accuracy_does_not(checkpoint, big_mirror):
+def test_plain_accuracy_does_not_divide_by_length(checkpoint, big_mirror):
     right = 0
     for i in range(ROWS):
         row = boolq(i)
@@ -108,7 +108,7 @@ def test_plain_accuracy_does_not(checkpoint, big_mirror):
     assert checkpoint.scores("boolq", big_mirror)["boolq"].value == pytest.approx(right / ROWS)
 
 
-def test_perplexities_are_of_the_last_word_and_of_all_words(checkpoint, big_mirror):
+def test_lambada_scores_the_last_word_and_wikitext_all_words(checkpoint, big_mirror):
     last = [checkpoint.loglikelihood(*split_last(f"{prose(i, 90)} the word")) for i in range(ROWS)]
     scores = checkpoint.scores("lambada_openai", big_mirror)
     assert scores["lambada_ppl"].value == pytest.approx(math.exp(-sum(last) / ROWS), rel=1e-3)
@@ -140,13 +140,13 @@ def write_rows(mirror: Path, place: str, rows: list[dict]) -> None:
     ("swde_twice", swde, "hazyresearch/based-swde-v2/validation.jsonl"),
 ])  # fmt: skip
 def test_recall_counts_the_answers_that_greedy_text_contains(checkpoint, tmp_path, task, row, place):
-    """Every second answer is what the model will say; left padding and the cache must not change it."""
+    """Every second answer is the model's own continuation; padding and the cache must not change it."""
     rows = [{**row(i), "text": row(i)["text"][17 * i :]} for i in range(5)]
     write_rows(tmp_path, place, rows)
     loaded = load_task(task, checkpoint.tokenizer, data_dir=tmp_path)
     for i, doc in enumerate(loaded.eval_docs):
         said = checkpoint.continuation(loaded.doc_to_text(doc), 6).split("\n")[0]
-        said = said.strip().rstrip("\ufffd")  # perhaps half of a character
+        said = said.strip().rstrip("\ufffd")  # possibly an incomplete character
         said = said.upper() if said.isascii() else said
         rows[i]["value"] = said if i % 2 == 0 and said else "not what it says"
     expected = sum(row["value"] != "not what it says" for row in rows) / 5
@@ -158,7 +158,7 @@ def test_recall_counts_the_answers_that_greedy_text_contains(checkpoint, tmp_pat
     assert result["documents"] == 5
 
 
-def test_exact_match_wants_the_whole_answer(checkpoint, tmp_path):
+def test_exact_match_requires_the_whole_answer(checkpoint, tmp_path):
     place = "google-research-datasets/nq_open/validation.jsonl"
     rows = [{"question": prose(i, 40), "answer": [""]} for i in range(2)]
     write_rows(tmp_path, place, rows)
@@ -184,7 +184,7 @@ def test_exact_match_wants_the_whole_answer(checkpoint, tmp_path):
     # The longest common subsequence of "a b c d" and "a c d x" has three of four words.
     ("longbench_gov_report", {"answers": ["a c d x"]}, "a b c d", "score", 0.75),
 ])  # fmt: skip
-def test_generated_answers_are_scored_as_by_hand(mirror, task, doc, text, metric, value):
+def test_scores_of_generated_answers_match_hand_calculation(mirror, task, doc, text, metric, value):
     loaded = load_task(task, None, data_dir=mirror)
     assert loaded.process_results(doc, [text])[metric] == pytest.approx(value, abs=1e-6)
     assert TASKS[task].columns[task] == f"{metric},none"
@@ -209,7 +209,7 @@ def test_only_models_with_positions_have_a_maximum_length(llama):
 
 @pytest.mark.parametrize("bos", [False, True])
 def test_evaluation_and_diagnosis_read_the_same_prompts(mirror, tmp_path, monkeypatch, bos):
-    """Whole, though the configuration says that the model was trained on 16 tokens."""
+    """Prompts are not truncated, although the configuration says that the model was trained on 16 tokens."""
     checkpoint = Checkpoint(save_osdn(tmp_path, max_position_embeddings=16))
     if bos:
         template = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
@@ -219,7 +219,7 @@ def test_evaluation_and_diagnosis_read_the_same_prompts(mirror, tmp_path, monkey
 
     def spy(self, context, *args, **kwargs):
         mask = kwargs["attention_mask"]
-        seen.extend(tuple(row[kept.bool()].tolist()) for row, kept in zip(context, mask))
+        seen.extend(tuple(row[real.bool()].tolist()) for row, real in zip(context, mask))
         return original(self, context, *args, **kwargs)
 
     monkeypatch.setattr(TokenBatchedLM, "_model_generate", spy)
@@ -232,7 +232,7 @@ def test_evaluation_and_diagnosis_read_the_same_prompts(mirror, tmp_path, monkey
         assert result["truncated"] == {"prompts": 0, "tokens": 0}
 
 
-def test_what_a_maximum_length_cuts_is_counted(checkpoint, mirror):
+def test_truncation_to_a_maximum_length_is_counted(checkpoint, mirror):
     texts = prompt_texts(load_task("fda_twice", checkpoint.tokenizer, data_dir=mirror))
     excess = [len(checkpoint.tokenizer(text).input_ids) - (640 - 48) for text in texts]
     assert min(excess) > 0
@@ -257,7 +257,7 @@ def test_a_prompt_longer_than_a_batch_is_read_in_pieces(checkpoint, monkeypatch)
     scored = [(None, x, after) for x, g in zip(ids, greedy) for after in ([7, 8, 9], g)]
     scored.append(
         (None, ids[0], ids[1][:140])
-    )  # a continuation that is longer than a piece, of a cut context
+    )  # a continuation longer than a piece, with a truncated context
     continued = [Instance("generate_until", {}, (c, {"until": [], "max_gen_toks": 6}), 0) for c in contexts]
 
     def answers(tokens_at_once: int) -> tuple:
@@ -280,7 +280,7 @@ def test_a_prompt_longer_than_a_batch_is_read_in_pieces(checkpoint, monkeypatch)
     assert max(lengths) == 64
 
 
-def test_prompts_are_continued_in_batches_by_their_tokens(osdn, monkeypatch):
+def test_prompts_are_continued_in_batches_sized_by_tokens(osdn, monkeypatch):
     monkeypatch.setattr(harness, "GENERATED_TOKENS", 100)
     checkpoint = Checkpoint(osdn)
     lm = language_model(checkpoint.model, checkpoint.tokenizer, 100)
@@ -297,7 +297,7 @@ def test_prompts_are_continued_in_batches_by_their_tokens(osdn, monkeypatch):
     assert shapes == [(1, 150), (2, 50), (3, 30)]
 
 
-def test_a_batch_holds_no_more_tokens_than_asked_for(osdn):
+def test_a_batch_has_at_most_the_requested_number_of_tokens(osdn):
     checkpoint = Checkpoint(osdn)
     lm = language_model(checkpoint.model, checkpoint.tokenizer, 100)
     assert isinstance(lm, TokenBatchedLM)

@@ -1,4 +1,4 @@
-"""Perplexity: packed and padded against one document at a time, streamed against one forward, and memory."""
+"""Perplexity: packed and padded against single documents, streaming against one forward pass, and memory."""
 
 import math
 import subprocess
@@ -28,7 +28,7 @@ BYTES = load_tokenizer("bytes")
 
 @torch.no_grad()
 def plain_losses(model, ids: torch.Tensor) -> torch.Tensor:
-    """-log p of every token but the first, from one forward in float64 arithmetic after the logits."""
+    """-log p of every token but the first, from one forward pass; float64 after the logits."""
     logits = model(ids[None]).logits[0, :-1].double()
     return -logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
@@ -43,7 +43,7 @@ def models(llama):
 @pytest.mark.parametrize(
     "name", ["delta_net", "osdn", "osgdn-apf", "oskda-apf", "osgdn-apf, sliding hybrid", "llama"]
 )
-def test_a_packed_batch_gives_what_each_document_gives(models, name):
+def test_a_packed_batch_gives_the_losses_of_single_documents(models, name):
     documents = [tokens(T, seed=T) for T in (17, 2, 130, 65, 1, 64)]
     with torch.no_grad():
         together = document_losses(models[name], documents)
@@ -58,7 +58,7 @@ def test_documents_are_scored_as_in_training_and_up_to_a_number_of_labels(models
     texts = [prose(i, n) for i, n in enumerate((90, 250, 1, 120, 280))]
     data = Dataset.from_dict({"text": texts})
     losses: list[float] = []
-    for text in texts:  # each closed by the end-of-text token
+    for text in texts:  # each ends with the end-of-text token
         losses += plain_losses(models[name], torch.tensor([*BYTES(text).input_ids, 256])).tolist()
     for cap in (10_000, 400):
         counted = losses[:cap]
@@ -69,7 +69,7 @@ def test_documents_are_scored_as_in_training_and_up_to_a_number_of_labels(models
 
 @pytest.mark.parametrize("name", ["osdn", "osgdn-apf", "oskda-apf", "osgdn-apf, sliding hybrid", "llama"])
 @pytest.mark.parametrize("segment", [7, 100, 512])
-def test_streaming_gives_what_one_long_forward_gives(models, name, segment):
+def test_streaming_matches_one_long_forward(models, name, segment):
     ids = tokens(2, 1001)
     streamed = torch.cat(list(stream(models[name], ids, segment)), 1)
     whole = torch.stack([plain_losses(models[name], row) for row in ids])
@@ -77,20 +77,20 @@ def test_streaming_gives_what_one_long_forward_gives(models, name, segment):
     assert (streamed - whole).abs().max() < 1e-4
 
 
-def test_streaming_a_whole_block_gives_what_one_forward_gives(models):
+def test_streaming_a_whole_block_matches_one_forward(models):
     ids = tokens(1, 20_480)
     streamed = torch.cat(list(stream(models["osgdn-apf"], ids)), 1)[0]
     assert (streamed - plain_losses(models["osgdn-apf"], ids[0])).abs().max() < 1e-4
 
 
-def test_perplexity_by_position_is_that_of_the_labels_there(models):
-    """Blocks of 3,000 tokens have buckets of 300, which no segment ends with."""
+def test_perplexity_by_position_is_assigned_by_label(models):
+    """Blocks of 3,000 tokens have buckets of 300, whose boundaries never coincide with a segment's."""
     texts = [prose(1, 6100), prose(2, 2999), prose(3, 3000)]
     scores = position_perplexity(models["osdn"], BYTES, texts, 3, tokens_at_once=2048, block=3000)
     rows = []
     for start, text in ((0, texts[0]), (3000, texts[0]), (0, texts[2])):
         rows.append(plain_losses(models["osdn"], torch.tensor(BYTES(text).input_ids[start : start + 3000])))
-    losses = torch.nn.functional.pad(torch.stack(rows), (1, 0))  # by the label's place
+    losses = torch.nn.functional.pad(torch.stack(rows), (1, 0))  # by the position of the label
     for i, name in enumerate(BUCKETS):
         first = 1 if i == 0 else 0
         mean = losses[:, 300 * i + first : 300 * (i + 1)].mean()
@@ -99,18 +99,18 @@ def test_perplexity_by_position_is_that_of_the_labels_there(models):
     assert set(scores) == {*BUCKETS, "pg19_ppl"}
 
 
-def test_only_whole_blocks_are_read_and_none_is_an_error(models):
+def test_only_complete_blocks_are_read_and_having_none_is_an_error(models):
     assert [len(ids) for ids in blocks(["ab", "abc", "abcdefg"], BYTES, 3)] == [0, 1, 2]
     one, among = (
         position_perplexity(models["osdn"], BYTES, texts, 1, 2048, block=100)
         for texts in (["b" * 100], ["short", "a" * 99, "b" * 100, "c" * 100])
     )
-    assert one == among  # the first text that has a block counts, not the first
+    assert one == among  # texts without a block do not count
     with pytest.raises(ValueError, match="none of the texts has 20,480 tokens"):
         position_perplexity(models["osdn"], BYTES, ["too short"], 1, 4096)
 
 
-def test_the_standard_error_is_that_of_a_bootstrap():
+def test_the_standard_error_matches_a_bootstrap():
     generator = np.random.default_rng(0)
     labels = generator.integers(5, 400, 300)
     losses = labels * generator.normal(3.0, 0.4, 300)
@@ -137,8 +137,10 @@ def test_the_cache_does_not_grow_with_the_text(models):
     try:
         sizes = []
         for _ in stream(model, tokens(1, 900), 50):
-            kept = [d for layer in caches[-1].layers for d in (layer.recurrent_states, layer.conv_states)]
-            sizes.append(sum(x.untyped_storage().nbytes() for d in kept for x in d.values() if x is not None))
+            states = [d for layer in caches[-1].layers for d in (layer.recurrent_states, layer.conv_states)]
+            sizes.append(
+                sum(x.untyped_storage().nbytes() for d in states for x in d.values() if x is not None)
+            )
     finally:
         model.forward = forward
     assert len(sizes) == 18
@@ -161,8 +163,8 @@ print(*peaks)
 """
 
 
-def test_memory_at_200k_tokens_is_that_at_20k():
-    """Peak resident memory of a process, in MiB; 200K tokens of logits alone would be 400."""
+def test_memory_at_200k_tokens_is_the_same_as_at_20k():
+    """Peak resident memory of a process, in MiB; the logits of 200K tokens alone would take 400."""
     output = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True).stdout
     short, long = map(float, output.split())
     assert long - short < 16

@@ -1,4 +1,4 @@
-"""Two processes that evaluate together measure what one does."""
+"""Two processes give the same results as one."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def evaluate(launcher, checkpoint, mirror, output):
 
 
 @pytest.mark.slow
-def test_two_processes_measure_what_one_does(osdn, tmp_path):
+def test_two_processes_give_the_results_of_one(osdn, tmp_path):
     mirror = write_mirror(tmp_path / "mirror", rows=5)  # not a multiple of two
     (mirror / "books").mkdir()
     for i in range(3):
@@ -34,7 +34,7 @@ def test_two_processes_measure_what_one_does(osdn, tmp_path):
     _, alone = evaluate([], osdn, mirror, tmp_path / "one")
     launch = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m"]
     output, together = evaluate(launch, osdn, mirror, tmp_path / "two")
-    assert output.count("results are in") == 1  # the first process speaks for both
+    assert output.count("results are in") == 1  # only the first process prints
     for suite in SUITES:
         assert together[suite]["results"] == pytest.approx(alone[suite]["results"], rel=1e-5), suite
         assert together[suite]["errors"].keys() == alone[suite]["errors"].keys()
@@ -46,7 +46,7 @@ def test_two_processes_measure_what_one_does(osdn, tmp_path):
                 np.testing.assert_allclose(other["by_document"][column], values, rtol=1e-5)
 
 
-def test_a_process_on_its_own_has_everything():
+def test_a_single_process_gets_everything():
     assert list(ALONE.share(range(5))) == ALONE.gather([0, 1, 2, 3, 4]) == [0, 1, 2, 3, 4]
     assert ALONE.total(3) == 3
     assert ALONE.device("cuda") == "cuda"

@@ -1,4 +1,4 @@
-"""Prompts that read twice: hand-written ones, the window against brute force, and what the tasks ask for."""
+"""Prompts that are read twice: hand-written examples, the window against brute force, and task settings."""
 
 import pytest
 
@@ -14,21 +14,21 @@ def row(text: str, key: str, value: str) -> dict:
     return {"text": text, "key": key, "value": value}
 
 
-def test_fda_reads_its_document_twice_between_question_and_cue():
+def test_fda_has_its_document_twice_between_question_and_cue():
     doc = row("Purpose for submission: clearance. Analyte: glucose\nanalyte:", "analyte", "glucose")
     text = "Purpose for submission: clearance. Analyte: glucose."
-    made = read_twice(doc, BYTES, 950)
-    assert made["prompt"] == f"Information about Analyte. {text}\n{text} Analyte:"
-    assert made["value"] == "glucose"
-    assert not made["cut"]
+    prompt = read_twice(doc, BYTES, 950)
+    assert prompt["prompt"] == f"Information about Analyte. {text}\n{text} Analyte:"
+    assert prompt["value"] == "glucose"
+    assert not prompt["cut"]
 
 
-def test_swde_loses_the_summary_that_asks_for_the_answer():
+def test_the_summary_of_swde_is_removed():
     body = "Corpse Bride | director: Tim Burton | year: 2005"
     doc = row(f"{body}\n\nSummary of information above...\n\ndirector: Tim Burton\nyear:", "year", " 2005 ")
-    made = read_twice(doc, BYTES, 950)
-    assert made["prompt"] == f"Information about Year. {body}.\n{body}. Year:"
-    assert made["value"] == "2005"
+    prompt = read_twice(doc, BYTES, 950)
+    assert prompt["prompt"] == f"Information about Year. {body}.\n{body}. Year:"
+    assert prompt["value"] == "2005"
 
 
 def test_squad_repeats_its_context_after_the_question():
@@ -39,20 +39,20 @@ def test_squad_repeats_its_context_after_the_question():
         "text": f"{context} The game was played at ",
         "value": "Levi's Stadium",
     }
-    made = read_twice_and_complete(doc, BYTES, 950)
-    assert made["prompt"] == f"Where was the game? {context}\n{context} The game was played at"
-    assert not made["cut"]
+    prompt = read_twice_and_complete(doc, BYTES, 950)
+    assert prompt["prompt"] == f"Where was the game? {context}\n{context} The game was played at"
+    assert not prompt["cut"]
 
 
-def test_squad_is_cut_in_both_readings():
+def test_squad_is_truncated_in_both_readings():
     context = f"{prose(0, 600)} The answer is FORTY-TWO. {prose(9, 600)}"
     doc = {"context": context, "question": "What?", "text": f"{context}\nIt is", "value": "forty-two"}
-    made = read_twice_and_complete(doc, BYTES, 100)
-    first, second = made["prompt"].removeprefix("What? ").removesuffix("\nIt is").split("\n")
+    prompt = read_twice_and_complete(doc, BYTES, 100)
+    first, second = prompt["prompt"].removeprefix("What? ").removesuffix("\nIt is").split("\n")
     assert first == second
     assert len(first) <= 100
     assert "FORTY-TWO" in first
-    assert made["cut"]
+    assert prompt["cut"]
 
 
 @pytest.mark.parametrize(("text", "clean"), [
@@ -61,27 +61,27 @@ def test_squad_is_cut_in_both_readings():
     ("Maker: A...", "Maker: A."),
     ("The maker: of it", "The maker: of it."),
 ])  # fmt: skip
-def test_only_a_cue_at_the_end_goes(text, clean):
+def test_only_a_cue_at_the_end_is_removed(text, clean):
     assert without_cue(text, "maker") == clean
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "pairs"])
 @pytest.mark.parametrize("place", [0, 3, 700, 1800, 2990])
 @pytest.mark.parametrize("length", [1, 40, 199, 500])
-def test_the_window_is_one_piece_of_the_text_with_the_answer(tokenizer, place, length):
+def test_the_window_is_a_contiguous_excerpt_with_the_answer(tokenizer, place, length):
     answer = "Zebra-Quagga 77"
     tokenizer = BYTES if tokenizer == "bytes" else train_tokenizer([TEXT[:50_000]], 400)
     text = f"{prose(0, place)}{answer}{prose(5, 3000 - place)}"
     piece = cut(text, answer.upper(), tokenizer, length)
     tokens = len(tokenizer(text).input_ids)
     assert piece in text
-    assert len(tokenizer(piece).input_ids) <= length + 1  # a piece may begin within what was one token
+    assert len(tokenizer(piece).input_ids) <= length + 1  # an excerpt may start inside a token
     assert abs(len(tokenizer(piece).input_ids) - min(length, tokens)) <= 1
     if length >= 40:
         assert answer in piece
 
 
-def test_a_text_that_fits_is_left_alone_and_one_without_the_answer_keeps_its_beginning():
+def test_a_text_that_fits_is_unchanged_and_one_without_the_answer_keeps_its_beginning():
     assert cut("abc def", "def", BYTES, 7) == "abc def"
     assert cut("abcdefgh", "xyz", BYTES, 5) == "abcde"
 
@@ -92,7 +92,7 @@ def test_a_text_that_fits_is_left_alone_and_one_without_the_answer_keeps_its_beg
     ("Tim Burto", 0.0),
     ("", 0.0),
 ])  # fmt: skip
-def test_contains_looks_for_the_whole_answer_in_any_case(continuation, found):
+def test_contains_looks_for_the_whole_answer_ignoring_case(continuation, found):
     assert contains({"value": "Tim Burton"}, [continuation]) == {"contains": found}
     assert contains({"value": ""}, [continuation]) == {"contains": 0.0}
 
@@ -110,14 +110,14 @@ def test_recall_asks_for_48_greedy_tokens_up_to_a_newline(task, mirror):
     assert loaded.instances[0].request_type == "generate_until"
 
 
-def test_the_window_is_the_tasks_less_fifty(mirror):
+def test_fifty_tokens_of_the_window_are_reserved(mirror):
     text = load_task("fda_twice", BYTES, 130, mirror).eval_docs[0]["prompt"]
     reading = text.removeprefix("Information about Device name. ").split("\n")[0]
     assert len(reading) == 80
     assert "Pump 0" in reading
 
 
-def test_what_cannot_be_cut_is_told(mirror):
+def test_bad_windows_and_tokenizers_are_rejected(mirror):
     with pytest.raises(ValueError, match="more than 50"):
         load_task("fda_twice", BYTES, 50, mirror)
     with pytest.raises(ValueError, match="name a tokenizer"):

@@ -1,4 +1,4 @@
-"""The needle tasks of RULER, made by `lm_eval` from the mirror's essays."""
+"""The needle tasks of RULER, created by `lm_eval` from the mirror's essays."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from osdn.cli import app
 from osdn.evaluation import harness
 from osdn.evaluation.data import MissingDataError
-from osdn.evaluation.runner import Evaluation, Settings
+from osdn.evaluation.runner import Evaluation, EvaluationSettings
 from osdn.evaluation.suites import EXTRA, SUITES, select
 from osdn.models.checkpoints import load_tokenizer
 from osdn.results.columns import BY_SUITE
@@ -19,15 +19,15 @@ from tests.evaluation.mirror import TEXT
 TASKS = {task.name: task for task in SUITES["ruler"]}
 
 
-# Importing the tasks takes half a minute: lm_eval makes and sorts millions of words.
+# Importing the tasks takes half a minute: lm_eval generates and sorts millions of words.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["niah_single_1_1k", "niah_single_3_4k", "niah_multikey_1_8k"])
-def test_a_prompt_holds_its_needle_and_has_its_length(osdn, mirror, name):
+def test_a_prompt_contains_its_needle_and_has_the_right_length(osdn, mirror, name):
     tokenizer, task = load_tokenizer(osdn), TASKS[name]
     loaded = harness.load_task(name, tokenizer, data_dir=mirror)
     document = loaded.dataset["test"][0]
     tokens = len(tokenizer(document["input"]).input_ids)
-    assert tokens < task.length  # by a byte-level tokenizer, whose smallest step is 500 words
+    assert tokens < task.length  # with a byte-level tokenizer, lengths grow in steps of 500 words
     if task.length == 8192:
         assert tokens > task.length / 2
     assert all(answer in document["input"] for answer in document["outputs"])
@@ -43,7 +43,7 @@ def test_a_prompt_holds_its_needle_and_has_its_length(osdn, mirror, name):
 
 
 @pytest.mark.slow
-def test_the_same_documents_are_made_every_time(osdn, mirror):
+def test_documents_are_reproducible(osdn, mirror):
     tokenizer, found = load_tokenizer(osdn), []
     for seed in range(2):
         random.seed(seed)
@@ -52,7 +52,7 @@ def test_the_same_documents_are_made_every_time(osdn, mirror):
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_named(osdn, mirror, tmp_path):
+def test_missing_data_is_reported_by_name(osdn, mirror, tmp_path):
     shutil.copytree(mirror / "baber", tmp_path / "baber")
     with pytest.raises(MissingDataError, match=r"punkt_tab is not in .*nltk.downloader punkt_tab"):
         harness.load_task("niah_single_2_1k", load_tokenizer(osdn), data_dir=tmp_path)
@@ -64,14 +64,14 @@ def test_what_is_missing_is_named(osdn, mirror, tmp_path):
 
 @pytest.mark.slow
 def test_a_task_is_measured_like_any_other(osdn, mirror, tmp_path):
-    evaluation = Evaluation(Settings(osdn, mirror, limit=2), tmp_path)
+    evaluation = Evaluation(EvaluationSettings(osdn, mirror, limit=2), tmp_path)
     entry = evaluation._entry(TASKS["niah_single_1_1k"], lambda done, total: None)
     assert 0 <= entry["results"]["niah_single_1_1k"] <= 1
     assert entry["protocol"]["length"] == 1024
     assert entry["data"]["documents"] == entry["documents"] == 2
 
 
-def test_it_is_no_suite_of_the_paper():
+def test_ruler_is_not_part_of_the_papers_suites():
     assert set(select(["all"])) == set(SUITES) - set(EXTRA)
     assert select(["all", *EXTRA]) == list(SUITES)
 

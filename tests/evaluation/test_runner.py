@@ -1,4 +1,4 @@
-"""`osdn eval` from end to end on a small mirror: results, resuming, what is missing, what is refused."""
+"""`osdn eval` from end to end on a small mirror: results, resuming, missing data and errors."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from osdn.cli import app
 from osdn.evaluation import harness
 from osdn.evaluation.data import load_data
-from osdn.evaluation.runner import Evaluation, Settings
+from osdn.evaluation.runner import Evaluation, EvaluationSettings
 from osdn.evaluation.suites import SUITES, select
 from osdn.models.checkpoints import load_tokenizer
 from osdn.results.columns import BY_SUITE
@@ -35,12 +35,12 @@ def run(*arguments):
 
 
 def said(done) -> str:
-    return " ".join(done.output.split())  # however lines are folded
+    return " ".join(done.output.split())  # regardless of line wrapping
 
 
 @pytest.fixture(scope="module")
 def evaluated(osdn, mirror, tmp_path_factory):
-    """Every suite on one of our models."""
+    """The results of every suite on one of our models."""
     output = tmp_path_factory.mktemp("eval")
     done = run(osdn, "--suite", "all", "--data-dir", mirror, "--output", output)
     assert done.exit_code == 0, done.output
@@ -51,7 +51,7 @@ def evaluated(osdn, mirror, tmp_path_factory):
 def test_every_suite_fills_its_columns(evaluated, suite):
     output, done = evaluated
     content = json.loads((output / f"{suite}.json").read_text())
-    columns = {column.key for column in BY_SUITE[suite].columns} - {"nll_change"}  # which needs a baseline
+    columns = {column.key for column in BY_SUITE[suite].columns} - {"nll_change"}  # needs a baseline
     assert columns <= content["results"].keys()
     assert content["kind"] == "evaluation"
     assert content["suite"] == suite
@@ -72,7 +72,7 @@ def test_every_suite_fills_its_columns(evaluated, suite):
     assert f"{suite}: OSDN" in done.output
 
 
-def test_standard_errors_are_there_where_there_is_more_than_one_document(evaluated):
+def test_scores_over_several_documents_have_standard_errors(evaluated):
     output, _ = evaluated
     for suite in PAPER_SUITES:
         content = json.loads((output / f"{suite}.json").read_text())
@@ -80,13 +80,13 @@ def test_standard_errors_are_there_where_there_is_more_than_one_document(evaluat
             assert content["errors"].keys() == content["results"].keys(), suite
 
 
-def test_averages_in_the_files_are_those_of_their_parts(evaluated):
+def test_averages_in_the_files_match_their_parts(evaluated):
     output, _ = evaluated
     results = {}
     for suite in PAPER_SUITES:
         results |= json.loads((output / f"{suite}.json").read_text())["results"]
     for name, parts in MEANS.items():
-        if name not in results:  # of a suite that is not the paper's
+        if name not in results:  # belongs to another suite
             assert name.startswith(("ruler", "code"))
             continue
         assert results[name] == pytest.approx(sum(results[p] for p in parts) / len(parts)), name
@@ -94,7 +94,7 @@ def test_averages_in_the_files_are_those_of_their_parts(evaluated):
     assert results["pg19_drift"] == pytest.approx(results[BUCKETS[-1]] - results[BUCKETS[1]])
 
 
-def test_documents_behind_the_printed_differences_are_kept(evaluated):
+def test_scores_by_document_are_saved_for_paired_differences(evaluated):
     output, _ = evaluated
     recall, ppl = (json.loads((output / f"{suite}.json").read_text()) for suite in ("recall", "ppl"))
     for task in ("fda_twice", "swde_twice", "squad_twice"):
@@ -126,7 +126,7 @@ def test_a_model_of_another_architecture_is_evaluated(llama, mirror, tmp_path):
         assert (content["block"], content["baseline"]) == ("llama", True)
 
 
-def test_a_run_that_was_interrupted_continues(osdn, mirror, tmp_path, monkeypatch):
+def test_an_interrupted_run_continues(osdn, mirror, tmp_path, monkeypatch):
     ran, stop = [], True
     original = harness.run_task
 
@@ -144,7 +144,7 @@ def test_a_run_that_was_interrupted_continues(osdn, mirror, tmp_path, monkeypatc
     partial = json.loads((tmp_path / "commonsense.json").read_text())
     assert list(partial["tasks"]) == ["piqa", "hellaswag", "winogrande"]
     assert not partial["complete"]
-    assert "commonsense" not in partial["results"]  # no average of a part
+    assert "commonsense" not in partial["results"]  # no average of an incomplete suite
     stop = False
     done = run(*arguments)
     assert done.exit_code == 0, done.output
@@ -156,7 +156,7 @@ def test_a_run_that_was_interrupted_continues(osdn, mirror, tmp_path, monkeypatc
     assert ran.count("piqa") == 2
 
 
-def test_what_is_done_stays_on_disk_while_an_earlier_task_runs(osdn, mirror, tmp_path, monkeypatch):
+def test_finished_tasks_stay_on_disk_while_an_earlier_task_runs(osdn, mirror, tmp_path, monkeypatch):
     part = tmp_path / "part"
     for name in ("EleutherAI", "mandarjoshi"):
         shutil.copytree(mirror / name, part / name)
@@ -178,7 +178,7 @@ def test_what_is_done_stays_on_disk_while_an_earlier_task_runs(osdn, mirror, tmp
     assert content["missing"] == {}
 
 
-def test_results_are_not_replaced_by_others(osdn, mirror, tmp_path):
+def test_results_are_not_overwritten_by_other_settings_or_weights(osdn, mirror, tmp_path):
     other = save_osdn(tmp_path / "other", seed=3)
     output = tmp_path / "out"
     arguments = ("--suite", "retrieval", "--data-dir", mirror, "--output", output)
@@ -190,14 +190,14 @@ def test_results_are_not_replaced_by_others(osdn, mirror, tmp_path):
     done = run(osdn, *arguments)
     assert done.exit_code == 1
     assert f"holds results of {other}" in done.output.replace("\n", " ")
-    save_osdn(other, seed=5)  # trained on, as it were
+    save_osdn(other, seed=5)  # as if training had continued
     done = run(other, *arguments, "--limit", 2)
     assert done.exit_code == 1
     assert "weights" in said(done)
     assert run(other, *arguments, "--limit", 2, "--overwrite").exit_code == 0
 
 
-def test_the_same_weights_and_documents_elsewhere_are_done(osdn, mirror, tmp_path, monkeypatch):
+def test_the_same_weights_and_documents_in_another_place_count_as_done(osdn, mirror, tmp_path, monkeypatch):
     output, ran = tmp_path / "out", []
     original = harness.run_task
 
@@ -224,17 +224,17 @@ def test_the_same_weights_and_documents_elsewhere_are_done(osdn, mirror, tmp_pat
     shutil.rmtree(questions)
     assert (
         run(copied, *arguments, "--data-dir", elsewhere).exit_code == 0
-    )  # what cannot be had is not asked for
+    )  # finished results do not need their data
 
 
 def entry(checkpoint, task, mirror, **options):
-    """What a result file would say of the data of a task."""
-    evaluation = Evaluation(Settings(str(checkpoint), mirror, **options), None)
+    """The data of a task as a result file records it."""
+    evaluation = Evaluation(EvaluationSettings(str(checkpoint), mirror, **options), None)
     task = next(found for tasks in SUITES.values() for found in tasks if found.name == task)
     return evaluation._data(task, evaluation._documents(task))
 
 
-def test_the_digest_is_of_the_documents_alone(osdn, mirror, tmp_path, monkeypatch):
+def test_the_digest_depends_only_on_the_documents(osdn, mirror, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     place, twin = "hazyresearch/based-fda", tmp_path / "twin/hazyresearch/based-fda/validation.jsonl"
     rows = Dataset.from_parquet(str(next((mirror / place).rglob("*.parquet"))), cache_dir=str(tmp_path))
@@ -242,7 +242,7 @@ def test_the_digest_is_of_the_documents_alone(osdn, mirror, tmp_path, monkeypatc
     twin.write_text("\n".join(json.dumps(dict(reversed(row.items()))) for row in rows))
     once = entry(osdn, "fda", mirror)
     assert once == {"source": place, "split": "validation", "documents": 3, "digest": once["digest"]}
-    assert entry(osdn, "fda_twice", mirror, window=60) == once  # as read from the data set, before it is cut
+    assert entry(osdn, "fda_twice", mirror, window=60) == once  # the whole document, before truncation
     assert entry(osdn, "fda", tmp_path / "twin") == once  # in another place, format and order of fields
     other = save_osdn(tmp_path / "other")
     train_tokenizer([row["text"] for row in rows], 300).save_pretrained(other)
@@ -254,16 +254,16 @@ def test_the_digest_is_of_the_documents_alone(osdn, mirror, tmp_path, monkeypatc
     assert entry(osdn, "fineweb_edu", mirror, limit=2)["source"] == "HuggingFaceFW/fineweb-edu sample-10BT"
 
 
-def test_a_name_given_by_hand_names_the_model_and_its_folder(osdn, mirror, tmp_path, monkeypatch):
+def test_an_explicit_name_is_used_for_the_model_and_its_folder(osdn, mirror, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    own = Evaluation(Settings(str(osdn)), None)
+    own = Evaluation(EvaluationSettings(str(osdn)), None)
     assert own.folder == Path("runs/eval/osdn")
-    named = Evaluation(Settings(str(osdn), name="mine"), None)
+    named = Evaluation(EvaluationSettings(str(osdn), name="mine"), None)
     assert named.folder == Path("runs/eval/mine")
     assert named.identity.record() == own.identity.record() | {"model": "mine"}
 
 
-def test_what_was_cut_is_stored(osdn, mirror, tmp_path):
+def test_truncation_is_recorded(osdn, mirror, tmp_path):
     arguments = (osdn, "--suite", "recall", "--data-dir", mirror, "--output", tmp_path)
     assert run(*arguments, "--max-length", 300, "--limit", 1).exit_code == 0
     tasks = json.loads((tmp_path / "recall.json").read_text())["tasks"]
@@ -274,7 +274,7 @@ def test_what_was_cut_is_stored(osdn, mirror, tmp_path):
     assert tasks["fda_twice"]["truncated"]["tokens"] > tasks["fda"]["truncated"]["tokens"]
 
 
-def test_a_missing_set_is_one_line_and_the_rest_runs(osdn, mirror, tmp_path):
+def test_a_missing_data_set_is_reported_in_one_line_and_the_rest_runs(osdn, mirror, tmp_path):
     for name in ("baber", "Rowan", "hazyresearch"):
         shutil.copytree(mirror / name, tmp_path / "part" / name)
     done = run(
@@ -295,7 +295,7 @@ def test_a_missing_set_is_one_line_and_the_rest_runs(osdn, mirror, tmp_path):
     assert done.exit_code == 1  # nothing ran
 
 
-def test_any_text_serves_for_pg19(osdn, tmp_path):
+def test_any_text_can_replace_pg19(osdn, tmp_path):
     from tests.evaluation.mirror import prose
 
     books = tmp_path / "books"
@@ -309,14 +309,14 @@ def test_any_text_serves_for_pg19(osdn, tmp_path):
     data = content["tasks"]["pg19"]["data"]
     assert data == {"source": str(books), "split": "train", "documents": 2, "digest": data["digest"]}
     texts = [(books / name).read_text() for name in ("one.txt", "two.txt")]
-    assert data["digest"] == digest({"text": text} for text in texts)  # what has no block was not read
+    assert data["digest"] == digest({"text": text} for text in texts)  # texts without a block are not read
     assert content["errors"]["pg19_ppl"] > 0  # three blocks
     done = run(osdn, "--suite", "pg19", "--books", tmp_path / "no.txt", "--output", tmp_path / "out2")
     assert done.exit_code == 1
     assert "no such file or directory" in said(done)
 
 
-def test_the_list_says_what_is_there(mirror, tmp_path):
+def test_the_list_shows_which_data_is_available(mirror, tmp_path):
     shutil.copytree(mirror / "baber", tmp_path / "baber")
     done = run("--list", "--suite", "commonsense", "--data-dir", tmp_path)
     assert done.exit_code == 0
@@ -330,13 +330,13 @@ def test_the_list_says_what_is_there(mirror, tmp_path):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ((), "name a checkpoint"),
-    (("CHECKPOINT", "--suite", "recal"), "there is no suite recal; there are ppl, recall"),
+    (("CHECKPOINT", "--suite", "recal"), "there is no suite recal; choose from ppl, recall"),
     (("CHECKPOINT", "--suite", "ppl", "recal"), "there is no suite recal"),
     (("/nowhere/at/all",), "/nowhere/at/all"),
     (("CHECKPOINT", "--window", "50"), "the window is 50 tokens"),
     (("CHECKPOINT", "--data-dir", "/nowhere"), "/nowhere is not a directory"),
 ])  # fmt: skip
-def test_bad_input_is_told_in_a_sentence(osdn, arguments, message, tmp_path):
+def test_bad_input_is_reported_without_a_traceback(osdn, arguments, message, tmp_path):
     arguments = [osdn if a == "CHECKPOINT" else a for a in arguments]
     done = run(*arguments, "--output", tmp_path)
     assert done.exit_code == 1
@@ -344,7 +344,7 @@ def test_bad_input_is_told_in_a_sentence(osdn, arguments, message, tmp_path):
     assert "Traceback" not in done.output
 
 
-def test_data_in_another_format_are_told(osdn, tmp_path):
+def test_data_in_an_unexpected_format_is_reported(osdn, tmp_path):
     folder = tmp_path / "mirror/baber/piqa"
     folder.mkdir(parents=True)
     arguments = (
@@ -357,7 +357,7 @@ def test_data_in_another_format_are_told(osdn, tmp_path):
         tmp_path / "out",
     )
     for text, message in (
-        ('{"question": "a"}', "piqa: the data is not in the format"), ('{"goal": ', "baber/piqa in"),
+        ('{"question": "a"}', "piqa: the data does not fit the task"), ('{"goal": ', "baber/piqa in"),
     ):  # fmt: skip
         (folder / "validation.jsonl").write_text(text)
         done = run(*arguments)
@@ -366,7 +366,7 @@ def test_data_in_another_format_are_told(osdn, tmp_path):
 
 
 def changed_mirror(task, mirror, folder, **fields):
-    """The data of a task with other values in the second row."""
+    """The data of a task with some fields of the second row replaced."""
     rows = load_data(task.data, task.config, mirror)[task.split].to_list()
     rows[min(1, len(rows) - 1)] |= fields
     file = folder / task.data / (task.config or "") / f"{task.split}.jsonl"
@@ -377,8 +377,8 @@ def changed_mirror(task, mirror, folder, **fields):
 
 @pytest.fixture(scope="module")
 def evaluation(osdn, tmp_path_factory):
-    """Measures single tasks, on the data that its settings name."""
-    return Evaluation(Settings(osdn), tmp_path_factory.mktemp("none"))
+    """An evaluation to measure single tasks on the data in its settings."""
+    return Evaluation(EvaluationSettings(osdn), tmp_path_factory.mktemp("none"))
 
 
 @pytest.mark.parametrize("value", [None, 7])
@@ -388,25 +388,25 @@ def evaluation(osdn, tmp_path_factory):
     ("piqa", "sol1"), ("hellaswag", "ctx_b"), ("winogrande", "sentence"), ("arc_easy", "choices"),
     ("drop", "answer"), ("triviaqa", "answer"), ("longbench_trec", "answers"), ("pg19", "text"),
 ])  # fmt: skip
-def test_something_else_for_text_is_told(evaluation, mirror, tmp_path, name, field, value):
+def test_fields_that_are_not_text_are_reported(evaluation, mirror, tmp_path, name, field, value):
     task = TASKS[name]
-    evaluation.settings = Settings(
+    evaluation.settings = EvaluationSettings(
         evaluation.settings.checkpoint, changed_mirror(task, mirror, tmp_path, **{field: value})
     )
-    with pytest.raises(ValueError, match=r"mend|not in the format of the task"):
+    with pytest.raises(ValueError, match=r"fix or remove|the data does not fit the task"):
         evaluation._entry(task, lambda *_: None)
 
 
 @pytest.mark.parametrize(("name", "field"), [("piqa", "goal"), ("boolq", "passage"), ("drop", "question")])
-def test_a_missing_text_is_not_taken_for_the_word_none(evaluation, mirror, tmp_path, name, field):
+def test_a_missing_text_is_not_read_as_the_word_none(evaluation, mirror, tmp_path, name, field):
     task = TASKS[name]
-    settings = Settings(
+    settings = EvaluationSettings(
         evaluation.settings.checkpoint, changed_mirror(task, mirror, tmp_path, **{field: None})
     )
     evaluation.settings = settings
     with pytest.raises(ValueError, match=rf"{name}: document 1 of 3 .*{field} is missing"):
         evaluation._entry(task, lambda *_: None)
-    evaluation.settings = replace(settings, limit=1)  # which leaves it out
+    evaluation.settings = replace(settings, limit=1)  # without that document
     assert evaluation._entry(task, lambda *_: None)["documents"] == 1
 
 
@@ -414,18 +414,18 @@ def test_a_missing_text_is_not_taken_for_the_word_none(evaluation, mirror, tmp_p
 def test_a_document_without_an_answer_is_left_out_and_counted(evaluation, mirror, tmp_path, name):
     task = TASKS[name]
     folder = changed_mirror(task, mirror, tmp_path, value=" ")
-    evaluation.settings = Settings(evaluation.settings.checkpoint, folder)
+    evaluation.settings = EvaluationSettings(evaluation.settings.checkpoint, folder)
     entry = evaluation._entry(task, lambda *_: None)
     assert entry["documents"] == 2
     assert entry["unanswered"] == 1
-    assert sum(entry["results"].values()) == 0  # an empty answer would be in every text
+    assert sum(entry["results"].values()) == 0  # an empty answer would be found in every text
 
 
 @pytest.mark.parametrize("content", [
     b"", b"\xff", b'{"kind": "eval', {}, {"tasks": []}, {"tasks": {"piqa": 3}}, {"tasks": {"piqa": {}}},
     {"tasks": {"piqa": {"results": {"piqa": None}, "errors": {}}}},
 ])  # fmt: skip
-def test_a_damaged_result_file_is_named_and_left_alone(osdn, mirror, tmp_path, content):
+def test_a_damaged_result_file_is_reported_and_left_alone(osdn, mirror, tmp_path, content):
     file = tmp_path / "commonsense.json"
     if isinstance(content, dict):
         content = json.dumps({"kind": "evaluation", "checkpoint": osdn, **content}).encode()
@@ -438,13 +438,13 @@ def test_a_damaged_result_file_is_named_and_left_alone(osdn, mirror, tmp_path, c
     assert file.read_bytes() == before
 
 
-def test_a_model_that_may_see_too_little_is_told(osdn, mirror, tmp_path):
+def test_a_maximum_length_that_is_too_small_is_reported(osdn, mirror, tmp_path):
     done = run(osdn, "--suite", "longbench", "--data-dir", mirror, "--output", tmp_path, "--max-length", 128)
     assert done.exit_code == 1
-    assert "generates 128 tokens, and the model may see 128: raise --max-length" in said(done)
+    assert "generates 128 tokens, but --max-length is 128: raise it" in said(done)
 
 
-def test_a_checkpoint_without_a_tokenizer_and_one_without_lm_eval(osdn, tmp_path, monkeypatch):
+def test_a_missing_tokenizer_and_a_missing_lm_eval_are_reported(osdn, tmp_path, monkeypatch):
     bare = shutil.copytree(osdn, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     done = run(bare, "--suite", "pg19", "--output", tmp_path / "out")
     assert done.exit_code == 1
@@ -459,7 +459,7 @@ def test_a_checkpoint_without_a_tokenizer_and_one_without_lm_eval(osdn, tmp_path
     assert 'pip install "osdn[eval]"' in said(done)
 
 
-def test_the_window_and_the_number_that_it_cut_are_reported(osdn, mirror, tmp_path):
+def test_the_window_and_how_many_documents_it_truncated_are_reported(osdn, mirror, tmp_path):
     done = run(osdn, "--suite", "recall", "--data-dir", mirror, "--output", tmp_path, "--window", 250)
     assert done.exit_code == 0, done.output
     content = json.loads((tmp_path / "recall.json").read_text())
@@ -467,7 +467,7 @@ def test_the_window_and_the_number_that_it_cut_are_reported(osdn, mirror, tmp_pa
     assert tasks["fda_twice"]["cut"] == 3  # documents of some 350 bytes
     assert tasks["fda_twice"]["protocol"]["window"] == 250
     assert "cut" not in tasks["fda"]
-    assert "fda_twice: 3 of 3 documents were cut to the window" in said(done)
+    assert "fda_twice: 3 of 3 documents were truncated to the window" in said(done)
 
 
 def test_own_tasks_are_packaged():

@@ -5,7 +5,7 @@ import osdn
 
 @pytest.fixture(autouse=True)
 def restored():
-    """Every test starts and ends with the original functions."""
+    """Make every test start and end with the original functions."""
     osdn.accelerate(undo=True)
     yield
     osdn.accelerate(undo=True)

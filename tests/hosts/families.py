@@ -1,4 +1,4 @@
-"""The eight families at tiny size, in odd shapes, and far from their first values."""
+"""The eight families at tiny size, with odd shapes and parameters far from their initial values."""
 
 import importlib
 
@@ -37,7 +37,7 @@ EYES = {
     "depth": 1, "hidden_size": 16, "num_heads": 2, "image_size": 28, "out_hidden_size": 32,
     "intermediate_size": 16, "projection_intermediate_size": 16,
 }  # fmt: skip
-# family: names of its configuration and model, settings, what it calls attention
+# family: the names of its configuration and model, settings, and its name for attention
 KINDS = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", GDN | MOE, "full_attention"),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", GDN, "full_attention"),
@@ -61,7 +61,7 @@ def module(family: str):
 
 
 def make(family: str, attention: bool = True) -> PreTrainedModel:
-    """Two delta-rule layers, around one of attention if wanted; in evaluation mode."""
+    """Two delta-rule layers, optionally around an attention layer, in evaluation mode."""
     config_name, model_name, settings, kind = KINDS[family]
     layers = ["linear_attention", *([kind] if attention else []), "linear_attention"]
     configurations = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
@@ -70,7 +70,7 @@ def make(family: str, attention: bool = True) -> PreTrainedModel:
     )
     if family == "glm5_next":
         config = configurations.Glm5NextConfig(text_config=config, vision_config=EYES)
-    config._experts_implementation = "eager"  # which knows float64
+    config._experts_implementation = "eager"  # supports float64
     torch.manual_seed(0)
     return scatter(getattr(module(family), model_name)(config)).eval()
 

@@ -1,4 +1,4 @@
-"""The eight families on our operators against their own functions, computed in float64."""
+"""The eight families on our operators against their own functions in float64."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 @contextmanager
 def double(family):
-    """In here the family's module computes in float64 where it asks for float32."""
+    """Within this context, the family's module computes in float64 where it asks for float32."""
 
     class Torch(SimpleNamespace):
         float32 = float = torch.float64
@@ -34,7 +34,7 @@ def double(family):
 
 
 def gradients(module, outputs, leaves=()):
-    """The outputs, and the gradients of a random sum of them by the module's parameters, by name."""
+    """The outputs, and the gradients of a random weighted sum of them, by parameter name."""
     module.zero_grad()
     weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (outputs.double() * weights).sum().backward()
@@ -55,14 +55,14 @@ def layer_results(layer, x):
 
 
 def errors(got, expected):
-    """The relative RMS error of the outputs, and of the gradients, each of which weighs the same."""
+    """The relative RMS errors of the outputs and of the gradients, which all have equal weight."""
     all_errors = {name: (got[name] - x).norm() / x.norm() for name, x in expected.items() if x.norm() > 0}
     outputs = all_errors.pop("outputs")
     return torch.stack([outputs, torch.stack(list(all_errors.values())).square().mean().sqrt()])
 
 
 def ratio(family, compute, wide, cases):
-    """Our errors over the originals', outputs and gradients, averaged over several inputs."""
+    """The ratios of our errors to the originals', for outputs and gradients, averaged over several inputs."""
     ratios = []
     for case in cases:
         osdn.accelerate(undo=True)
@@ -93,7 +93,7 @@ def test_layers_are_as_close_to_the_truth_as_the_originals(family, dtype):
         family, lambda x: layer_results(layer, x), lambda x: layer_results(wide, x.double()), inputs
     )
     assert outputs < 1.0
-    assert grads < (1.0 if dtype == torch.float32 else 1.25)  # most of it is rounding to 8 bits at the end
+    assert grads < (1.0 if dtype == torch.float32 else 1.25)  # mostly the final rounding to 8 bits
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 4), (torch.bfloat16, 2)])
@@ -103,7 +103,7 @@ def test_models_are_as_close_to_the_truth_as_the_originals(dtype, count):
         model, wide = make(family).to(dtype), make(family).to(dtype).double()
         inputs = [tokens(8, 70, seed=i) for i in range(count)]
         ratios[family] = ratio(family, partial(results, model), partial(results, wide), inputs)
-    # both errors are mostly those of the rest of the model, so that one family's ratios scatter
+    # most of both errors comes from the rest of the model, so the ratio of a single family is noisy
     assert all(max(each) < 1.25 for each in ratios.values()), ratios
     outputs, grads = torch.tensor(list(ratios.values())).log().mean(0).exp()
     assert max(outputs, grads) < (1.0 if dtype == torch.float32 else 1.05)
@@ -168,7 +168,7 @@ def test_generated_text_is_the_originals(family):
 @families
 def test_packed_sequences_are_each_alone(family, given):
     lengths = [5, 1, 9, 3]
-    attends = family != "glm5_next"  # its attention does not keep packed sequences apart, on any device
+    attends = family != "glm5_next"  # its attention mixes packed sequences, on any device
     if not attends and given == "position_ids":
         pytest.skip("glm5_next does not show its layers the position ids")
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -193,7 +193,7 @@ def test_packed_sequences_are_each_alone(family, given):
     torch.testing.assert_close(packed, alone, rtol=1e-8, atol=1e-9)
 
 
-def test_rows_of_several_sequences_each():
+def test_several_rows_of_several_sequences():
     osdn.accelerate()
     model, ids = make("qwen3_5"), tokens(2, 12)
     position_ids = torch.stack([torch.cat([torch.arange(5), torch.arange(7)]), torch.arange(12)])
@@ -216,14 +216,14 @@ def test_float16(family):
 
 @pytest.mark.parametrize("everything", [False, True])
 @families
-def test_the_collator_of_transformers_packs_what_stays_apart(family, everything):
+def test_sequences_packed_by_the_collator_of_transformers_are_independent(family, everything):
     if family == "glm5_next" and not everything:
         pytest.skip("glm5_next does not show its layers the position ids")
     pieces = [tokens(n, seed=n) for n in (5, 1, 7)]
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=everything, return_seq_idx=everything)
     batch = collate([{"input_ids": x.tolist()} for x in pieces])
     batch.pop("labels")
-    model = make(family, attention=family != "glm5_next")  # whose attention does not keep them apart
+    model = make(family, attention=family != "glm5_next")  # its attention mixes packed sequences
     alone = torch.cat([model(x[None], use_cache=False).logits for x in pieces], 1)
     if everything:
         with pytest.raises(ValueError, match="can't keep packed sequences apart"):

@@ -1,4 +1,4 @@
-"""Models that ask for kernels (`use_kernels=True`); needs an environment that has the package `kernels`."""
+"""Models that request kernels (`use_kernels=True`); needs an environment with the package `kernels`."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ from osdn.hosts import mapping  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """Nothing is fetched, and what a model exchanged in the modules of `kernels` is put back."""
+    """Fetch nothing, and restore what a model changed in the modules of `kernels`."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield
     osdn.accelerate(undo=True)
@@ -28,7 +28,7 @@ def offline(monkeypatch):
 
 
 def load(model, path, **settings):
-    """Through a checkpoint, as users do."""
+    """Save and load the model, as users do."""
     model.save_pretrained(path)
     return type(model).from_pretrained(path, **settings)
 
@@ -37,16 +37,16 @@ def count(monkeypatch, calls):
     layer = mapping._layer
 
     def counting(original, make):
-        made = layer(original, make)
-        forward = made.forward
+        wrapped = layer(original, make)
+        forward = wrapped.forward
 
         def counted(*args, **kwargs):
             calls["mapped"] += 1
             return forward(*args, **kwargs)
 
         counted.__signature__ = forward.__signature__
-        made.forward = counted
-        return made
+        wrapped.forward = counted
+        return wrapped
 
     rule = functions.delta_rule
 
@@ -79,7 +79,7 @@ def test_a_model_that_asks_for_kernels_gets_ours_through_the_mapping(family, mon
     assert calls["delta_rule"] == 6
 
 
-def test_without_asking_they_are_called_by_name(monkeypatch):
+def test_without_a_request_our_functions_are_called_by_name(monkeypatch):
     calls = Counter()
     count(monkeypatch, calls)
     osdn.accelerate()
@@ -114,7 +114,7 @@ def test_another_mapping_is_respected(monkeypatch, tmp_path):
     assert calls == {}
 
 
-def test_models_of_other_families_that_ask_for_kernels_are_left_alone():
+def test_models_of_other_families_that_request_kernels_are_left_alone():
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
     torch.manual_seed(0)

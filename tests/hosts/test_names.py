@@ -1,4 +1,4 @@
-"""Which functions stand where, before, during and after."""
+"""Which functions the names refer to before, during and after acceleration."""
 
 import subprocess
 import sys
@@ -42,16 +42,16 @@ def test_undo_restores_every_name():
     assert osdn.accelerate(undo=True) == []
 
 
-def test_a_family_calls_no_function_that_we_do_not_know():
+def test_families_call_only_functions_that_we_know():
     for family in FAMILIES:
         known = {name for name in REPLACEMENTS if hasattr(module(family), name)}
         assert len(known) == 6, (family, known)
         classes = [name for name in vars(module(family)) if name.endswith(tuple(FORWARDS))]
-        decays = family in ("kimi_linear", "bailing_hybrid", "glm5_next")  # by a module of their own
+        decays = family in ("kimi_linear", "bailing_hybrid", "glm5_next")  # computed by a separate module
         assert len(classes) == (2 if decays else 1), (family, classes)
 
 
-def test_no_family_is_imported_and_later_ones_are_reached():
+def test_no_family_is_imported_and_later_imports_are_accelerated():
     run(
         "import sys, osdn\n"
         "assert osdn.accelerate() == []\n"
@@ -66,7 +66,7 @@ def test_no_family_is_imported_and_later_ones_are_reached():
     )
 
 
-def test_other_devices_take_the_original(monkeypatch):
+def test_other_devices_use_the_original(monkeypatch):
     asked, theirs = [], module("qwen3_next")
 
     def original(*_, **settings):
@@ -82,7 +82,7 @@ def test_other_devices_take_the_original(monkeypatch):
     osdn.accelerate(undo=True)  # before monkeypatch restores the name
 
 
-def test_models_that_run_in_threads_meanwhile_stay_right():
+def test_models_running_in_other_threads_stay_correct():
     model, ids = make("qwen3_5"), tokens(1, 12)
     original = module("qwen3_5").torch_chunk_gated_delta_rule
     with torch.no_grad():
@@ -119,6 +119,6 @@ def test_captures_see_the_same_calls(family):
         torch.testing.assert_close(ours.output, theirs.output, rtol=1e-4, atol=1e-5)
 
 
-def test_bad_arguments_are_told():
+def test_bad_arguments_are_rejected():
     with pytest.raises(TypeError, match="undo must be True or False, got 1"):
         osdn.accelerate(undo=1)

@@ -1,4 +1,4 @@
-"""flash-linear-attention on a CPU, with our kernels in its registry; needs an environment that has it."""
+"""flash-linear-attention on a CPU, with our kernels in its registry; needs an environment with it."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ LAYERS = [(FlaGatedDeltaNet, GatedDeltaNet), (FlaKimiDeltaAttention, KimiDeltaAt
 
 
 def problem(per_channel):
-    """q, k, v, g, beta, A_log, dt_bias and an initial state; g and beta as projections make them."""
+    """q, k, v, g, beta, A_log, dt_bias and an initial state; g and beta as projections would give them."""
     g = torch.Generator().manual_seed(0)
     decays = (K,) if per_channel else ()
     shapes = [(B, T, H, K), (B, T, H, K), (B, T, HV, V), (B, T, HV, *decays), (B, T, HV), (HV,)]
@@ -47,7 +47,7 @@ def problem(per_channel):
 
 
 def truth(per_channel, inputs, bound=None, scale=None):
-    """By the functions that fla keeps as its own reference."""
+    """The results of fla's own reference functions."""
     q, k, v, g, beta, A_log, dt_bias, state = inputs
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     beta = 2 * beta.sigmoid()
@@ -64,7 +64,7 @@ def truth(per_channel, inputs, bound=None, scale=None):
 
 
 def raw(inputs):
-    """The arguments that ask fla's functions for all that `truth` does."""
+    """Arguments that make fla's functions compute everything that `truth` does."""
     q, k, v, g, beta, A_log, dt_bias, state = inputs
     flags = (
         "use_qk_l2norm_in_kernel",
@@ -117,7 +117,7 @@ def test_single_steps_continue(per_channel):
     torch.testing.assert_close(settings["initial_state"], final, rtol=1e-4, atol=1e-5)
 
 
-def test_packed_sequences_and_arguments_in_order():
+def test_packed_sequences_and_positional_arguments():
     osdn.accelerate()
     q, k, v, g, beta, *_ = (x.detach() for x in problem(False))
     given = (q, k, v, F.logsigmoid(g), beta.sigmoid())
@@ -159,22 +159,22 @@ def test_models_train_and_generate(config, model):
     osdn.accelerate()
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 16, "vocab_size": 61}
-    # without its fused norms and losses, which exist on GPUs alone
-    made = model(config(**sizes, fuse_norm=False, fuse_cross_entropy=False, pad_token_id=0))
+    # without its fused norms and losses, which only exist on GPUs
+    network = model(config(**sizes, fuse_norm=False, fuse_cross_entropy=False, pad_token_id=0))
     ids = tokens(2, 19)
-    made(ids, labels=ids).loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
-    made.eval()
+    network(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+    network.eval()
     mask = torch.ones_like(ids)
     mask[1, :4] = 0  # padded on the left
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "attention_mask": mask}
-    cached = made.generate(ids, **settings)
-    assert torch.equal(cached, made.generate(ids, use_cache=False, **settings))
-    alone = made.generate(ids[1:, 4:], max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    cached = network.generate(ids, **settings)
+    assert torch.equal(cached, network.generate(ids, use_cache=False, **settings))
+    alone = network.generate(ids[1:, 4:], max_new_tokens=6, min_new_tokens=6, do_sample=False)
     assert torch.equal(cached[1:, 4:], alone)
 
 
-def test_undo_leaves_the_calls_to_others_again():
+def test_undo_stops_handling_calls():
     q, k, v, g, beta, *_ = problem(False)
     call = (q, k, v, F.logsigmoid(g), beta.sigmoid())
     before = fused_recurrent.fused_recurrent_gated_delta_rule_fwd
@@ -189,7 +189,7 @@ def test_undo_leaves_the_calls_to_others_again():
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
-def test_models_of_transformers_run_beside_it(family):
+def test_models_of_transformers_work_alongside(family):
     model, ids = make(family), tokens(2, 11)
     with pytest.raises(RuntimeError, match="active drivers"):
         model(ids)
@@ -198,7 +198,7 @@ def test_models_of_transformers_run_beside_it(family):
     assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
 
 
-def test_an_import_that_comes_later_is_reached():
+def test_a_later_import_is_accelerated():
     code = (
         "import osdn, sys\n"
         "assert osdn.accelerate() == [] and 'fla' not in sys.modules\n"

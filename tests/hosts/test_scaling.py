@@ -11,7 +11,7 @@ from osdn.ops import delta_rule, newton_delta_rule, online_scaled_delta_rule
 from tests.hosts.families import FAMILIES, make, tokens
 
 families = pytest.mark.parametrize("family", FAMILIES)
-STRONG = {"eta": 2.0}  # with which the scale reaches its bounds within a few tokens
+STRONG = {"eta": 2.0}  # the scale reaches its bounds within a few tokens
 NEWTON = {"rule": "newton", "prior": 3.0, "block_size": 2, "retention": 0.9}
 both = pytest.mark.parametrize("settings", [STRONG, NEWTON])
 
@@ -24,7 +24,7 @@ both = pytest.mark.parametrize("settings", [STRONG, NEWTON])
     ],
 )
 @families
-def test_layers_compute_the_reference(family, settings):
+def test_layers_match_the_reference(family, settings):
     model, ids = make(family), tokens(2, 20)
     osdn.accelerate(model, preconditioner=settings)
     layers = capture(model, input_ids=ids)
@@ -49,7 +49,7 @@ def test_layers_compute_the_reference(family, settings):
 @both
 @families
 @torch.no_grad()
-def test_pieces_and_single_tokens_give_what_one_forward_gives(family, settings):
+def test_pieces_and_single_tokens_match_one_forward(family, settings):
     model, ids = make(family), tokens(2, 21)
     osdn.accelerate(model, preconditioner=settings)
     whole = model(ids, use_cache=False).logits
@@ -65,7 +65,7 @@ def test_pieces_and_single_tokens_give_what_one_forward_gives(family, settings):
     ("family", "preconditioner"),
     [*((family, STRONG) for family in FAMILIES), ("qwen3_5", NEWTON), ("kimi_linear", NEWTON)],
 )
-def test_beam_search_takes_along_what_is_carried(family, preconditioner):
+def test_beam_search_reorders_the_preconditioners_state(family, preconditioner):
     model, ids = make(family), tokens(2, 9)
     osdn.accelerate(model, preconditioner=preconditioner)
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 3}
@@ -74,7 +74,7 @@ def test_beam_search_takes_along_what_is_carried(family, preconditioner):
 
 
 @both
-def test_packed_sequences_are_each_alone(settings):
+def test_packed_sequences_are_independent(settings):
     model, ids = make("kimi_linear"), tokens(1, 12)
     osdn.accelerate(model, preconditioner=settings)
     position_ids = torch.cat([torch.arange(5), torch.arange(7)])[None]
@@ -83,7 +83,7 @@ def test_packed_sequences_are_each_alone(settings):
     torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
 
 
-def test_it_is_switched_off_and_other_models_are_left_alone():
+def test_it_can_be_switched_off_and_other_models_are_left_alone():
     model, other, ids = make("qwen3_5"), make("qwen3_5"), tokens(1, 15)
     plain = model(ids).logits
     osdn.accelerate(model, preconditioner={"eta": 0.0})
@@ -98,11 +98,13 @@ def test_it_is_switched_off_and_other_models_are_left_alone():
     torch.testing.assert_close(model(ids).logits, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_whose_functions_were_restored_does_not_go_on_without_it():
+def test_a_model_whose_functions_were_restored_does_not_silently_continue():
     model = make("qwen3_5")
     osdn.accelerate(model, preconditioner=STRONG)
     osdn.accelerate(undo=True)
-    with pytest.raises(RuntimeError, match="a preconditioner is switched on in this model, but"):
+    with pytest.raises(
+        RuntimeError, match="this model has a preconditioner, but its layers call the original functions"
+    ):
         model(tokens(1, 5))
 
 
@@ -118,16 +120,19 @@ def test_a_model_whose_functions_were_restored_does_not_go_on_without_it():
         ({"preconditioner": {"rule": "newton", "block_size": 4}}, "block_size is 4; it must divide the 6"),
         ({"preconditioner": {"rule": "pgdn"}}, "the rule pgdn, whose gates are parameters"),
         ({"preconditioner": {"eat": 1}}, "preconditioner has no setting eat"),
-        ({"preconditioner": STRONG, "undo": True}, "preconditioner goes with a model, and not with undo"),
+        (
+            {"preconditioner": STRONG, "undo": True},
+            "preconditioner needs a model and cannot be combined with undo",
+        ),
     ],
 )
-def test_what_cannot_be_is_told(arguments, message):
+def test_impossible_settings_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         osdn.accelerate(make("qwen3_5"), **arguments)
-    with pytest.raises(ValueError, match="preconditioner goes with a model"):
+    with pytest.raises(ValueError, match="preconditioner needs a model"):
         osdn.accelerate(**arguments)
 
 
-def test_a_model_without_such_layers_is_told():
+def test_a_model_without_delta_rule_layers_is_rejected():
     with pytest.raises(ValueError, match="Linear has no delta-rule layer of qwen3_next"):
         osdn.accelerate(torch.nn.Linear(2, 2), preconditioner=STRONG)

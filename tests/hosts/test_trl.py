@@ -1,4 +1,4 @@
-"""trl's `padding_free` training of a packed batch on a CPU; needs an environment that has trl."""
+"""trl's `padding_free` training of a packed batch on a CPU; needs an environment with trl."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ LENGTHS = (9, 3, 14, 5, 2, 11, 7, 6)
 
 
 def train(model, path, **settings):
-    """Two steps over all sequences; the losses."""
+    """The losses of two steps over all sequences."""
     data = Dataset.from_list([{"input_ids": tokens(n, seed=n).tolist()} for n in LENGTHS])
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
     words = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
@@ -33,7 +33,7 @@ def train(model, path, **settings):
 
 
 def separate(model):
-    """The loss of the first batch, each sequence alone."""
+    """The loss of the first batch, computed for each sequence separately."""
     total = count = 0
     for n in LENGTHS[:4]:
         ids = tokens(1, n, seed=n)
@@ -56,6 +56,6 @@ def test_packed_training_is_training_on_separate_sequences(family, tmp_path):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_without_us_it_is_refused(tmp_path):
+def test_trl_rejects_it_without_accelerate(tmp_path):
     with pytest.raises(ValueError, match="can't keep packed sequences apart"):
         train(make("qwen3_5"), tmp_path, padding_free=True)

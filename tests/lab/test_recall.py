@@ -1,4 +1,4 @@
-"""The generator against the published definition, written out token by token."""
+"""The generator against the published definition, checked token by token."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def test_every_pass_has_each_key_once_and_passes_repeat(task):
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
-def test_labels_are_the_last_value_of_the_queried_key_and_nowhere_else(task):
+def test_only_queries_have_labels_and_each_is_the_last_value_of_its_key(task):
     inputs, labels = sample(task)
     for tokens, answers in zip(inputs.tolist(), labels.tolist()):
         last = dict(zip(tokens[: task.context : 2], tokens[1 : task.context : 2]))
@@ -58,7 +58,8 @@ def test_overwritten_keys_change_their_value_within_a_pass():
 
 @pytest.mark.parametrize("key", [0, 2])
 def test_gaps_follow_the_power_law(key):
-    # The first gap drawn follows p(i) ~ i ** (a - 1), i = 1 .. space; the third what the others left of it.
+    # The first gap follows p(i) ~ i ** (a - 1), i = 1 .. space; the third is drawn from what the others
+    # leave.
     task = RecallTask(vocab_size=64, pairs=3, length=46, passes=1, power=0.01)
     inputs, labels = sample(task, n=40_000)
     asked = (labels != IGNORED) & (inputs == inputs[:, 2 * key, None])
@@ -85,7 +86,7 @@ def test_filler_is_uniform_over_the_vocabulary():
     assert ((seen - 1 / 32).abs() < 5 * (1 / 32 / len(filler)) ** 0.5).all()
 
 
-def test_batches_depend_on_the_seed_alone():
+def test_batches_depend_only_on_the_seed():
     task = TASKS[1]
     first, again, other = (next(iter(task.batches(seed, 8))) for seed in (3, 3, 4))
     assert torch.equal(first[0], again[0])
@@ -116,6 +117,6 @@ def test_the_grid_covers_passes_and_more_pairs_than_were_trained():
     [({"length": 30}, "length"), ({"overwrites": 9}, "overwrites"), ({"vocab_size": 16}, "vocab_size"),
      ({"passes": 0}, "passes")],
 )  # fmt: skip
-def test_impossible_tasks_are_refused_by_name(settings, name):
+def test_impossible_sizes_are_rejected_by_name(settings, name):
     with pytest.raises(ValueError, match=f"^{name} is"):
         RecallTask(**{"vocab_size": 64, "pairs": 8, "length": 64, **settings})

@@ -1,4 +1,4 @@
-"""The protocol: tuning and judging apart, the same batches for all, comparisons with the tuned plain rule."""
+"""The protocol: separate tuning and judging, equal batches, comparisons with the tuned plain rule."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def test_every_contestant_has_the_same_grid_and_the_judged_seeds_are_fresh():
         assert {run.variant.write_scale for run in judged} == {trial.write_scale}
 
 
-def test_all_contestants_can_be_built_and_have_a_plain_rule_of_their_backbone():
+def test_all_contestants_can_be_built_and_have_a_baseline():
     protocol = Protocol()
     baselines = {name: protocol.baseline(name) for name in protocol.contestants}
     assert set(baselines.values()) == {"delta_net", "gdn", "kda"}
@@ -53,7 +53,7 @@ def test_all_contestants_can_be_built_and_have_a_plain_rule_of_their_backbone():
         ({"contestants": ("delta_net", "osdm")}, "there is no variant 'osdm'"),
     ],
 )
-def test_unfair_protocols_are_refused(settings, word):
+def test_unfair_protocols_are_rejected(settings, word):
     with pytest.raises(ValueError, match=re.escape(word)):
         replace(SMALL, **settings)
 
@@ -67,7 +67,7 @@ def results_of(monkeypatch, scores):
     monkeypatch.setattr(referee, "read_result", look_up)
 
 
-def test_tuning_takes_the_best_mean_over_its_seeds(monkeypatch, tmp_path):
+def test_tuning_chooses_the_best_mean_over_its_seeds(monkeypatch, tmp_path):
     protocol = replace(SMALL, tuning_seeds=(7, 8))
     grid = protocol.tuning(TRIAL, "osdn")
     results_of(monkeypatch, {(None, 7): 0.9, (None, 8): 0.1, (-2, 7): 0.6, (-2, 8): 0.5})
@@ -79,7 +79,7 @@ def test_tuning_takes_the_best_mean_over_its_seeds(monkeypatch, tmp_path):
 
 
 def outcome(**values):
-    """Results by contestant: for each seed the accuracies at the three budgets."""
+    """Results by contestant: for each seed, the accuracies at the three budgets."""
     return {
         ("small", name): [{"budgets": [{"accuracy": x} for x in seed]} for seed in seeds]
         for name, seeds in values.items()
@@ -98,7 +98,7 @@ def test_differences_are_paired_by_seed_to_the_tuned_plain_rule_at_each_budget()
     assert rows["osdn", 1.0]["difference"]["mean"] == pytest.approx(0.05)  # a lower loss is better
 
 
-def test_the_correction_counts_all_comparisons_of_a_budget():
+def test_the_correction_counts_all_comparisons_at_a_budget():
     values = {
         "delta_net": [(0.5, 0.5, 0.5), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)],
         "osdn": [(0.5, 0.5, 0.60), (0.5, 0.5, 0.61), (0.5, 0.5, 0.62)],
@@ -118,7 +118,7 @@ def run(protocol, folder):
         return referee.run_referee(protocol, folder, progress, 2), progress.tasks[0]
 
 
-def test_the_referee_runs_continues_and_its_files_are_small(tmp_path, monkeypatch):
+def test_the_referee_runs_and_resumes_and_its_files_are_small(tmp_path, monkeypatch):
     content, bar = run(SMALL, tmp_path)
     assert bar.completed == pytest.approx(bar.total)
     files = list(tmp_path.glob("*-seed*.json"))
@@ -136,7 +136,7 @@ def test_the_referee_runs_continues_and_its_files_are_small(tmp_path, monkeypatc
     assert lost.exists()
 
 
-def test_a_quick_referee_is_a_part_of_the_full_one():
+def test_a_quick_referee_is_a_subset_of_the_full_one():
     full = referee.with_tasks(Protocol(), ())
     names = {trial.name for trial in full.trials}
     assert set(referee.QUICK) < names
@@ -161,7 +161,7 @@ def test_a_dry_run_lists_the_runs_and_trains_none(small, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_writes_a_page_and_says_what_was_found(small, tmp_path):
+def test_the_command_writes_a_page_and_prints_the_findings(small, tmp_path):
     options = ["lab", "referee", "--contestants", "delta_net", "osdn", "--seeds", "2", "--jobs", "2"]
     result = CliRunner().invoke(app, [*options, "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -170,7 +170,7 @@ def test_the_command_writes_a_page_and_says_what_was_found(small, tmp_path):
     assert "nothing beats" in (tmp_path / "referee.html").read_text()
 
 
-def test_unknown_tasks_are_refused(tmp_path):
+def test_unknown_tasks_are_rejected(tmp_path):
     result = CliRunner().invoke(app, ["lab", "referee", "--tasks", "chess", "--output", str(tmp_path)])
     assert result.exit_code == 1
-    assert "there is no task chess; there are capacity" in result.output.replace("\n", " ")
+    assert "unknown task chess; choose from capacity" in result.output.replace("\n", " ")

@@ -1,4 +1,4 @@
-"""Files, resuming and interruption of many runs."""
+"""Files, resuming and interrupting many runs."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def run_all(folder):
         return runner.run_all(RUNS, folder, progress, bar, jobs=2), progress.tasks[0]
 
 
-def test_runs_are_done_once_and_agree_with_a_run_in_this_process(tmp_path, monkeypatch):
+def test_each_run_is_done_once_and_agrees_with_one_in_this_process(tmp_path, monkeypatch):
     first, task = run_all(tmp_path)
     assert task.completed == pytest.approx(task.total)
     here = execute(RUNS[3])
@@ -62,7 +62,7 @@ def test_runs_are_done_once_and_agree_with_a_run_in_this_process(tmp_path, monke
     assert again[2:] == first[2:]
 
 
-def test_every_setting_is_part_of_the_name(tmp_path):
+def test_every_setting_changes_the_file_name(tmp_path):
     run = RUNS[0]
     others = [
         replace(run, seed=1), replace(run, steps=4), replace(run, width=32), replace(run, learning_rate=1e-4),
@@ -121,7 +121,7 @@ def test_the_command_sweeps_and_writes_tables_and_figures(tmp_path):
         (["--length", "12"], "length"),
     ],
 )
-def test_bad_options_are_explained(options, word):
+def test_bad_options_give_helpful_errors(options, word):
     result = CliRunner().invoke(app, [*COMMAND, *options])
     assert result.exit_code == 2
     assert word in result.output
@@ -137,8 +137,8 @@ def test_an_interrupted_experiment_keeps_its_finished_runs_and_continues(tmp_pat
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) != 0
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("osdn-seed*.json")}
-    assert 1 <= len(kept) < 3
+    finished = {path: path.stat().st_mtime_ns for path in tmp_path.glob("osdn-seed*.json")}
+    assert 1 <= len(finished) < 3
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
     assert len(list(tmp_path.glob("osdn-seed*.json"))) == 3
-    assert all(path.stat().st_mtime_ns == stamp for path, stamp in kept.items())
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in finished.items())

@@ -1,4 +1,4 @@
-"""Every task's generator against its published definition, written out token by token."""
+"""Every task's generator against its published definition, checked token by token."""
 
 import itertools
 import math
@@ -28,11 +28,11 @@ def rows(task, n=100):
     return zip(*(x.tolist() for x in sample(task, n)))
 
 
-# ------------------------------------------------------------------------------------ what all tasks have
+# -------------------------------------------------------------------------------------------- every task
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
-def test_batches_depend_on_the_seed_alone_and_use_the_vocabulary(name):
+def test_batches_depend_only_on_the_seed_and_use_the_vocabulary(name):
     task = SYNTHETIC[name]
     first, again, other = (next(iter(task.batches(seed, 8))) for seed in (3, 3, 4))
     assert torch.equal(first[0], again[0])
@@ -67,7 +67,7 @@ def test_the_base_settings_are_the_published_ones():
     assert sizes["memorization"] == (256, 32)
 
 
-def test_every_option_of_a_task_is_explained():
+def test_every_option_of_a_task_has_help():
     for experiment in EXPERIMENTS.values():
         names = set(experiment.task.__dataclass_fields__)
         assert names == set(field_docs(type(experiment.task)))
@@ -86,7 +86,7 @@ def test_every_option_of_a_task_is_explained():
         (NeedleTask, {"needles": 30}, "vocab_size"),
     ],
 )
-def test_impossible_tasks_are_refused_by_name(task, settings, name):
+def test_impossible_sizes_are_rejected_by_name(task, settings, name):
     with pytest.raises(ValueError, match=f"^{name} is"):
         task(**settings)
 
@@ -94,7 +94,7 @@ def test_impossible_tasks_are_refused_by_name(task, settings, name):
 # ------------------------------------------------------------------------------------------------- recall
 
 
-def test_noise_replaces_shown_values_and_leaves_the_answers():
+def test_noise_replaces_presented_values_but_not_the_answers():
     task = RecallTask(vocab_size=64, pairs=6, length=60, passes=3, noise=0.3)
     wrong = total = 0
     for tokens, labels in rows(task, 500):
@@ -104,7 +104,7 @@ def test_noise_replaces_shown_values_and_leaves_the_answers():
         assert all(32 <= value < 64 for _, value in shown)
         wrong += sum(value != answer[key] for key, value in shown)
         total += len(shown)
-    expected = 0.3 * (1 - 1 / 32)  # a random value is the right one once in 32
+    expected = 0.3 * (1 - 1 / 32)  # a random value is correct once in 32
     assert abs(wrong / total - expected) < 5 * math.sqrt(expected / total)
 
 
@@ -112,7 +112,7 @@ def test_noise_replaces_shown_values_and_leaves_the_answers():
 
 
 def by_first_sight(tokens, keys):
-    """What in-context recall asks for: the value after a key that stood before a value earlier."""
+    """The labels of in-context recall: the value of every key that occurred earlier."""
     value_of, asked = {}, []
     for t in range(0, len(tokens) - 1, 2):
         if tokens[t] in keys:
@@ -135,25 +135,25 @@ def test_in_context_recall_asks_for_the_values_of_known_keys(task):
     noise = pairs = 0
     for tokens, labels in rows(task, 300):
         assert len(tokens) == task.length - 1
-        assert labels[-1] != IGNORED  # the last key was seen
+        assert labels[-1] != IGNORED  # the last key occurred before
         expected = by_first_sight([*tokens, labels[-1]], range(words // 2))
         assert labels == expected[: len(labels)]
         for key, value in zip(tokens[::2], tokens[1::2]):
             assert (key < words // 2 and words // 2 <= value < words) or min(key, value) >= words
             noise += key >= words
             pairs += 1
-    share = task.noise * (1 - 1 / (task.length // 2 - 1))  # one pair of a sequence is never noise
+    share = task.noise * (1 - 1 / (task.length // 2 - 1))  # one pair per sequence is never noise
     assert abs(noise / pairs - share) < 0.02
     inputs, labels = task.training_sample(2, torch.Generator().manual_seed(0))
     assert torch.equal(inputs[:, 1:], labels[:, :-1])  # training predicts every token
 
 
-def test_fuzzy_recall_has_keys_of_three_tokens_in_tests_and_repeats_their_values():
+def test_fuzzy_recall_tests_keys_of_three_tokens_and_repeats_their_values():
     task = FuzzyRecall(vocab_size=16, length=64)
     for tokens, labels in rows(task, 200):
         assert len(tokens) == 63
         whole = [*tokens, labels[-1]]
-        start = next(t for t, token in enumerate(whole) if token != 15)  # 15 pads, on the left
+        start = next(t for t, token in enumerate(whole) if token != 15)  # 15 is the padding on the left
         runs = [list(run) for _, run in itertools.groupby(whole[start:], key=lambda token: token < 7)]
         assert len(runs) % 2 == 0
         expected, value_of = [IGNORED] * start, {}
@@ -163,9 +163,9 @@ def test_fuzzy_recall_has_keys_of_three_tokens_in_tests_and_repeats_their_values
             known = tuple(key) in value_of
             expected += [IGNORED] * 3 + (value if known else [IGNORED] * len(value))
             assert value_of.setdefault(tuple(key), value) == value
-        assert known  # the last key is always one that was seen
+        assert known  # the last key always occurred before
         assert labels == expected[1:]
-        assert start < 64 - 6  # padding is what one more pair would not fit into
+        assert start < 64 - 6  # the padding leaves no room for another pair
 
 
 def test_fuzzy_training_has_keys_of_one_to_three_tokens():
@@ -178,7 +178,7 @@ def test_fuzzy_training_has_keys_of_one_to_three_tokens():
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
 
 
-def test_selective_copying_repeats_what_is_not_blank_in_order():
+def test_selective_copying_repeats_the_tokens_that_are_not_blank_in_order():
     task = SelectiveCopying(vocab_size=11, length=40, tokens=7)
     for tokens, labels in rows(task):
         content = [token for token in tokens[: 40 - 8] if token != 9]
@@ -231,7 +231,7 @@ def test_labels_are_the_running_product_of_permutations(group, size):
     assert task.vocab_size == size
     elements = list(itertools.permutations(range({"parity": 2, "s3": 3, "s5": 5}[group])))
     for tokens, labels in rows(task, 20):
-        held = list(elements[0])  # where each thing is
+        held = list(elements[0])  # where each item is
         assert held == sorted(held)
         for token, label in zip(tokens, labels):
             held = [elements[token][place] for place in held]
@@ -257,7 +257,7 @@ def test_products_form_a_group(points):
 # ------------------------------------------------------------------------------------------------- needle
 
 
-def test_needles_are_found_once_and_asked_for_at_the_end():
+def test_every_needle_occurs_once_and_is_queried_at_the_end():
     task = NeedleTask(vocab_size=65, length=60, needles=5)
     places = []
     for tokens, labels in rows(task, 300):
@@ -268,18 +268,18 @@ def test_needles_are_found_once_and_asked_for_at_the_end():
                 places.append(t)
         assert len(facts) == 5
         filler = [x for x in tokens[:50] if x > 32]
-        assert len(filler) == 35  # all that is no needle
+        assert len(filler) == 35  # everything that is not a needle
         assert tokens[50::2] == [0] * 5
         assert {*tokens[51::2]} == {*facts}
         assert labels[:50] == [IGNORED] * 50
         assert labels[50::2] == [IGNORED] * 5
         assert labels[51::2] == [facts[key] for key in tokens[51::2]]
     assert min(places) == 0
-    assert max(places) == 47  # needles may stand anywhere
+    assert max(places) == 47  # needles can be anywhere
 
 
 class Knows:
-    """Answers right when the needle stands in the first half of the haystack."""
+    """Answers correctly if the needle is in the first half of the haystack."""
 
     def __init__(self, task):
         self.task = task
@@ -296,7 +296,7 @@ class Knows:
         return self
 
 
-def test_accuracy_by_depth_belongs_to_the_needles_depth():
+def test_accuracy_is_attributed_to_the_depth_of_the_needle():
     task = NeedleTask(vocab_size=65, length=110, needles=5, evaluation=40)
     found = {row["depth"]: row["accuracy"] for row in task.by_depth(Knows(task))}
     assert list(found) == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])

@@ -21,7 +21,7 @@ def task(tmp_path_factory):
     return task
 
 
-def test_the_corpus_is_the_same_every_time_and_splits_by_file():
+def test_the_corpus_is_reproducible_and_split_by_file():
     train, validation = corpus("train", 0.3), corpus("validation", 0.3)
     assert train == corpus("train", 0.3)
     assert not set(train) & set(validation)
@@ -37,13 +37,13 @@ def test_labels_are_the_next_tokens_of_the_training_files(task):
     assert words.strip("�") in text
 
 
-def test_batches_depend_on_the_seed_alone(task):
+def test_batches_depend_only_on_the_seed(task):
     first, again, other = (next(iter(task.batches(seed, 3)))[0] for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
-def test_evaluation_is_the_models_own_loss(task):
+def test_evaluation_reports_the_models_own_loss(task):
     model = build(Run(task, Variant("osdn"), 0, width=16)).eval()
     found = task.evaluate(model, 0)
     assert len(found["loss_by_position"]) == task.length
@@ -57,12 +57,12 @@ def test_evaluation_is_the_models_own_loss(task):
     assert found["sample"] == task.generate(build(Run(task, Variant("osdn"), 0, width=16)).eval(), 0)
 
 
-def test_a_row_of_the_zoo_reads_and_writes_text(task):
+def test_a_zoo_row_can_be_evaluated_on_text(task):
     found = task.evaluate(build(Run(task, Variant("gla"), 0, width=16)).eval(), 0)
     assert found["sample"].startswith(PROMPT)
     assert found["loss"] == pytest.approx(math.log(300), rel=0.02)
 
 
 def test_preparing_again_changes_nothing(task, monkeypatch):
-    monkeypatch.setattr("osdn.lab.text.corpus", lambda *_: pytest.fail("the corpus is there already"))
+    monkeypatch.setattr("osdn.lab.text.corpus", lambda *_: pytest.fail("the corpus already exists"))
     prepare(task)

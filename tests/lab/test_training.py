@@ -1,4 +1,4 @@
-"""Matched starts, repeatable numbers, and the diagnosis against the recurrence itself."""
+"""Matched initial weights, reproducible numbers, and write statistics against the recurrence itself."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def test_variants_of_a_backbone_start_from_the_same_weights(name):
         ("kda+gdn2", ("b_proj",)),
     ],
 )
-def test_other_updates_start_from_the_weights_of_the_same_shape(name, other):
+def test_other_updates_share_the_initial_weights_of_equal_shape(name, other):
     base = name.partition("+")[0]
     plain, mine = build(small(base)).state_dict(), build(small(name)).state_dict()
     different = {key for key in mine if key not in plain or not torch.equal(mine[key], plain[key])}
@@ -69,7 +69,7 @@ def test_other_updates_start_from_the_weights_of_the_same_shape(name, other):
         ("kda+gdn2", {"decay", "q_geo"}),
     ],
 )
-def test_other_updates_train_and_report_what_they_have(name, known):
+def test_other_updates_train_and_report_the_statistics_they_have(name, known):
     run = replace(small(name, budgets=(0.5, 1.0)), variant=Variant(name, beta_bias=-2.0, write_scale=2.0))
     found = execute(run)
     assert set(found["writes"][0]) == known
@@ -78,22 +78,22 @@ def test_other_updates_train_and_report_what_they_have(name, known):
     assert all(0 < row[x] < 2 for row in found["writes"] for x in known)
 
 
-def test_the_strength_of_a_key_that_keeps_its_length_is_that_of_a_unit_key():
+def test_write_strengths_of_unnormalised_keys_are_converted_to_unit_keys():
     model = build(small("delta_net+kaczmarz")).eval()
     inputs, _ = TASK.sample(3, torch.Generator().manual_seed(1))
     mixer, gates = model.model.layers[0].attn, []
-    mixer.k_proj.weight.data *= 100  # beside such keys the 1e-6 of the step is nothing
+    mixer.k_proj.weight.data *= 100  # for such keys the step's epsilon of 1e-6 is negligible
     with mixer.b_proj.register_forward_hook(lambda _, args, z: gates.append(z.sigmoid().mean().item())):
         found = write_statistics(model, inputs)
     assert found["writes"][0]["beta"] == pytest.approx(gates[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["delta_net", "osgdn-apf", "osdn-apf+d0", "osdn-apf-hybrid+d0"])
-def test_same_seed_same_numbers(name):
+def test_the_same_seed_gives_the_same_numbers(name):
     assert execute(small(name)) == execute(small(name))
 
 
-def test_step_size_zero_trains_as_the_plain_model_does():
+def test_step_size_zero_trains_like_the_plain_model():
     plain = execute(small("delta_net"))
     still = execute(Run(TASK, Variant("osdn", eta=0.0), 0, width=16, steps=3, batch=2))
     losses = [[point["loss"] for point in result["curve"]] for result in (still, plain)]
@@ -101,7 +101,7 @@ def test_step_size_zero_trains_as_the_plain_model_does():
     assert still["q_geo"] == pytest.approx(plain["q_geo"], rel=1e-4)
 
 
-def test_training_lowers_the_loss_of_a_task_that_can_be_learned():
+def test_training_lowers_the_loss_of_a_learnable_task():
     task = RecallTask(vocab_size=8, pairs=1, length=8, passes=1, evaluation=64)
     run = Run(task, Variant("osdn"), 0, width=32, steps=120, batch=32, learning_rate=1e-2)
     assert execute(run)["accuracy"] > 0.9
@@ -110,7 +110,7 @@ def test_training_lowers_the_loss_of_a_task_that_can_be_learned():
 @pytest.mark.parametrize(
     "name", ["delta_net", "osdn", "oskda-apf", "osdn+beta-blind", "osdn+retention-0.999"]
 )
-def test_residual_ratio_is_what_the_writes_do(name):
+def test_the_residual_ratio_matches_the_writes(name):
     model = build(Run(TASK, Variant(name), 0, width=16)).eval()
     inputs, _ = TASK.sample(3, torch.Generator().manual_seed(1))
     found = write_statistics(model, inputs)
@@ -150,7 +150,7 @@ def test_scales_of_a_prompt_start_at_one_and_move_by_eta():
 @pytest.mark.parametrize(
     ("name", "scale"), [("osdn-newton", 0.5), ("oskda-newton+block-8", 0.5), ("gdn+pgdn", 1)]
 )
-def test_write_statistics_see_every_rule(name, scale):
+def test_write_statistics_cover_every_rule(name, scale):
     # Newton's first write is k / (1 + beta |k|²): its scale is below one, and no write overshoots.
     model = build(Run(TASK, Variant(name, beta_bias=-3.0), 0, width=32)).eval()
     found = write_statistics(model, TASK.sample(3, torch.Generator().manual_seed(1))[0])
@@ -171,7 +171,7 @@ def test_a_write_scale_of_two_doubles_the_write_strength():
 BUDGETS = (0.25, 0.5, 1.0)
 
 
-def test_a_budget_is_what_a_run_of_that_many_steps_gives():
+def test_a_budget_gives_the_result_of_a_run_of_that_many_steps():
     whole = Run(TASK, Variant("osdn"), 0, width=16, steps=40, batch=2, budgets=BUDGETS)
     found = [(x.step, x.model.lm_head.weight.detach().clone()) for x in train_in_budgets(whole)]
     assert [step for step, _ in found] == [10, 20, 40]
@@ -190,7 +190,7 @@ def test_the_rate_rises_stays_and_falls_to_zero_at_every_budget(monkeypatch):
     )
     assert [x.step for x in train_in_budgets(run)] == [20, 40, 80]
     decays = [[1 - i / (n + 1) for i in range(1, n + 1)] for n in (4, 8, 16)]
-    trunk = [0.5, *[1.0] * 63]  # a tenth of the first budget up
+    trunk = [0.5, *[1.0] * 63]  # the warm-up is a tenth of the first budget
     expected = trunk[:16] + decays[0] + trunk[16:32] + decays[1] + trunk[32:] + decays[2]
     assert seen == pytest.approx(expected)
     assert len(seen) == run.updates == 92
@@ -211,12 +211,12 @@ def test_step_i_sees_batch_i_in_the_trunk_and_in_every_branch(monkeypatch):
     assert all(seen)
 
 
-def test_results_with_budgets_are_those_of_the_last():
+def test_a_result_with_budgets_repeats_the_numbers_of_the_last():
     run = Run(TASK, Variant("delta_net"), 0, width=16, steps=8, batch=2, budgets=BUDGETS)
     found = execute(run)
     assert [x["steps"] for x in found["budgets"]] == [2, 4, 8]
     assert found["accuracy"] == found["budgets"][-1]["accuracy"]
-    assert len(json.dumps(found)) < 3000  # many of these are kept
+    assert len(json.dumps(found)) < 3000  # there are many such files
 
 
 def test_sweeps_leave_the_plain_models_alone():
@@ -249,7 +249,7 @@ def test_every_row_of_the_zoo_trains(name):
 
 
 @pytest.mark.parametrize("name", ["gla", "mesa_net", "zoo:osdn"])
-def test_a_row_has_an_accuracy_and_no_residual_ratio(name):
+def test_a_zoo_row_has_an_accuracy_but_no_residual_ratio(name):
     result = execute(small(name))
     assert result == execute(small(name))
     assert 0 <= result["accuracy"] <= 1
@@ -259,7 +259,7 @@ def test_a_row_has_an_accuracy_and_no_residual_ratio(name):
 @pytest.mark.parametrize(
     "name", ["osdm", "osdn+d1", "delta_net+d0", "gla+d0", "osdn+pgdn", "zoo:osdm", "zoo:osdn-apf+d0"]
 )
-def test_unknown_names_are_refused(name):
+def test_unknown_names_are_rejected(name):
     with pytest.raises(ValueError, match=r"there is no|does not scale"):
         Variant(name)
 

@@ -1,4 +1,4 @@
-"""The write-gate study: one thing changed at a time, continued from its files, worded from its numbers."""
+"""The write-gate study: one change at a time, resuming from files, conclusions that follow the numbers."""
 
 import json
 import re
@@ -22,7 +22,7 @@ SMALL = tuple(
 )
 
 
-def test_every_setting_departs_from_its_base_in_one_thing():
+def test_every_setting_differs_from_its_base_in_one_thing():
     for task in ("text", "recall"):
         base, *others = [s for s in SETTINGS if s.group == task]
         assert base.change == "base"
@@ -39,7 +39,7 @@ def test_every_setting_departs_from_its_base_in_one_thing():
         assert {s.width // s.heads for s in (base, *others)} == {16, 32, 64}
 
 
-def test_starts_are_compared_on_the_same_seeds_and_their_runs_have_names_of_their_own():
+def test_biases_are_compared_on_the_same_seeds_and_their_runs_have_different_names():
     study = Study()
     runs = [run for mine in study.all_runs().values() for run in mine]
     assert len(runs) == len(SETTINGS) * len(BIASES) * 6
@@ -51,7 +51,7 @@ def test_starts_are_compared_on_the_same_seeds_and_their_runs_have_names_of_thei
 
 
 def content(effects):
-    """A result in which (change, start, budget) gain a mean; those named are sure."""
+    """A result in which the given (change, bias, budget) have a significant mean gain."""
     rows = []
     for budget in (0.25, 0.5, 1.0):
         for setting, name in product(SMALL, Study(SMALL).contestants):
@@ -63,7 +63,7 @@ def content(effects):
     return {"kind": "write-gate", "trials": [s.record() for s in SMALL], "rows": rows, "writes": []}
 
 
-def test_the_verdict_says_where_it_holds_and_where_it_fades():
+def test_the_verdict_says_where_the_gain_holds_and_where_it_fades():
     found = gate_verdicts(
         content(
             {
@@ -78,18 +78,18 @@ def test_the_verdict_says_where_it_holds_and_where_it_fades():
     ]
     assert "better in 0 of 2 settings; on average +0.000" in found[0]
     assert "better in 1 of 2 settings, not measurably different in 4 key channels" in found[1]
-    assert "+0.150 after a quarter of the budget, +0.050 after all" in found[1]
+    assert "+0.150 after a quarter of the budget, +0.050 after the full budget" in found[1]
     assert "better in 0 of 2 settings, worse in 1 (4 key channels (-0.200" in found[2]
 
 
-def test_the_table_has_a_column_per_setting():
+def test_the_table_has_one_column_per_setting():
     table = gate_table(content({("base", "delta_net bias=-2", 1.0): (0.1, 0.01)}), "recall", 1.0)
     assert list(table.head) == ["base", "4 key channels"]
     assert table.rows[0].label == "DeltaNet (plain)"
     assert table.rows[2].cells[0].text == "★ +0.100"
 
 
-def test_the_command_estimates_runs_continues_and_is_shown(monkeypatch, tmp_path):
+def test_the_command_estimates_runs_resumes_and_appears_in_the_report(monkeypatch, tmp_path):
     study = Study(SMALL[1:], seeds=2)
     monkeypatch.setattr(write_gate, "Study", lambda seeds: study)
 
@@ -113,4 +113,4 @@ def test_the_command_estimates_runs_continues_and_is_shown(monkeypatch, tmp_path
         assert words in page
     report = write_report(read_results([tmp_path]), tmp_path / "report.html").read_text()
     assert "The start of the write gate: Recall, a bias that starts at 0: better in" in report
-    assert "Recall, after all of the budget" in report
+    assert "Recall, after the full budget" in report

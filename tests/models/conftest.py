@@ -1,4 +1,4 @@
-"""Tiny models run faster on one thread, most of all where several test runs share the cores."""
+"""Tiny models run faster on one thread, especially if several test runs share the cores."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Models as one graph: compiled and exported, with masks and positions."""
+"""Models as a single graph: compiled and exported, with masks and positions."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def forget():
     ],
     ids=lambda how: "+".join(how) or "ids",
 )
-def test_the_whole_model_is_one_graph_however_the_batch_is_laid_out(how):
+def test_the_whole_model_is_one_graph_for_every_layout_of_the_batch(how):
     model, ids = make("osgdn-apf", num_hidden_layers=1), tokens(3, 9)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     expected, outputs = model(ids, **how), compiled(ids, **how)
@@ -48,7 +48,7 @@ def test_the_whole_model_is_one_graph_however_the_batch_is_laid_out(how):
 
 
 @torch.no_grad()
-def test_what_a_graph_cannot_see_is_asserted_when_it_runs():
+def test_what_tracing_cannot_check_is_asserted_at_run_time():
     model, ids = make("osdn", num_hidden_layers=1), tokens(3, 9)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises(RuntimeError, match="a packed row cannot be cached"):
@@ -58,7 +58,7 @@ def test_what_a_graph_cannot_see_is_asserted_when_it_runs():
 
 
 @torch.no_grad()
-def test_an_exported_model_takes_a_mask():
+def test_an_exported_model_accepts_a_mask():
     model, ids = make("osdn-apf", num_hidden_layers=1), tokens(3, 9)
     length = {1: torch.export.Dim("length", min=8, max=1000)}
     inputs = {"input_ids": ids, "attention_mask": MASK, "use_cache": False}

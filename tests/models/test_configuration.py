@@ -1,4 +1,4 @@
-"""Configurations: what is refused, what is saved, and the presets against the paper's sizes."""
+"""Configurations: what is rejected, what is saved, and the presets against the paper's sizes."""
 
 import json
 
@@ -11,7 +11,7 @@ from osdn import PRESETS, OSDNConfig, OSDNForCausalLM, describe, save_flash_line
 from osdn.cli import app
 from osdn.layers import PreconditionerConfig
 
-# Of each family: millions of parameters, and MiB of state and of scale in bfloat16.
+# For each family: millions of parameters, and MiB of state and of scale in bfloat16.
 FAMILIES = {
     "340m": {
         "delta_net": (374.36, 6.0, 0.047),
@@ -26,7 +26,7 @@ FAMILIES = {
     ("settings", "reason"),
     [
         ({"backbone": "mamba"}, "backbone is 'mamba'; it must be one of delta_net, gated_delta_net, kda"),
-        ({"hidden_size": 100, "num_heads": 3}, "num_heads = 3 does not divide"),
+        ({"hidden_size": 100, "num_heads": 3}, "hidden_size is 100, which is not divisible by num_heads = 3"),
         ({"backbone": "gated_delta_net", "num_heads": 4, "num_v_heads": 6}, "multiple of num_heads, 4"),
         ({"backbone": "delta_net", "num_v_heads": 16}, "not in delta_net"),
         ({"decay_lower_bound": -5.0}, "decay_lower_bound is an option of kda; the backbone is delta_net"),
@@ -50,31 +50,31 @@ FAMILIES = {
         ({"update_rule": "comba", "preconditioner": {}}, "set one of them to None"),
     ],
 )
-def test_impossible_configurations_are_refused_at_construction_with_the_reason(settings, reason):
+def test_impossible_configurations_are_rejected_at_construction_with_the_reason(settings, reason):
     with pytest.raises(ValueError, match=reason):
         OSDNConfig(**settings)
 
 
-def test_an_unknown_preset_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match=r"no preset 'osdn-7b'; there are delta_net-340m, osdn-340m"):
+def test_the_error_for_an_unknown_preset_lists_the_presets():
+    with pytest.raises(ValueError, match=r"no preset 'osdn-7b'; choose from delta_net-340m, osdn-340m"):
         OSDNConfig.from_preset("osdn-7b")
 
 
-def test_a_preset_takes_fields_of_every_model_and_refuses_others():
+def test_a_preset_accepts_fields_of_every_model_and_rejects_others():
     config = OSDNConfig.from_preset("osdn-tiny", num_attention_heads=4, dtype="float32", vocab_size=300)
     assert (config.num_heads, config.num_v_heads, config.head_k_dim, config.vocab_size) == (4, 4, 16, 300)
-    with pytest.raises(ValueError, match="no field dropout, width; there are backbone, preconditioner"):
+    with pytest.raises(ValueError, match="no field dropout, width; choose from backbone, preconditioner"):
         OSDNConfig.from_preset("osdn-tiny", width=3, dropout=0.1)
 
 
-def test_a_configuration_of_a_later_version_keeps_what_is_not_known(tmp_path):
+def test_unknown_fields_of_a_later_version_are_kept(tmp_path):
     OSDNConfig.from_preset("osdn-tiny").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"something_new": 1}))
     assert OSDNConfig.from_pretrained(tmp_path).something_new == 1
 
 
-def test_a_configuration_survives_being_saved(tmp_path):
+def test_a_configuration_survives_saving_and_loading(tmp_path):
     settings = PreconditionerConfig(eta=0.01, bounds=(0.25, 4), retention="learned", initial_scale="free")
     config = OSDNConfig(preconditioner=settings, hidden_size=64, num_heads=4)
     config.save_pretrained(tmp_path)
@@ -94,7 +94,7 @@ HYBRIDS = [name for name in PRESETS if "-hybrid-" in name]
 PAPER = [name for name in PRESETS if name.rsplit("-", 1)[0] not in NEWTON and name not in HYBRIDS]
 
 
-def test_there_are_twenty_presets_of_the_paper_six_of_newton_and_their_hybrids():
+def test_there_are_twenty_presets_from_the_paper_six_with_newton_and_their_hybrids():
     assert len(PRESETS) == 50
     nine = ["delta_net", "osdn", "osdn-apf", "gdn", "osgdn", "osgdn-apf", "kda", "oskda", "oskda-apf"]
     names = [f"{name}-{size}" for size in ("340m", "tiny") for name in (*nine, *NEWTON)] + [
@@ -106,7 +106,7 @@ def test_there_are_twenty_presets_of_the_paper_six_of_newton_and_their_hybrids()
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if "tiny" not in name and name not in HYBRIDS])
-def test_presets_have_the_sizes_of_the_paper(preset):
+def test_presets_have_the_papers_sizes(preset):
     config = OSDNConfig.from_preset(preset)
     millions, state, scale = FAMILIES[preset.rsplit("-", 1)[1]][config.backbone]
     with torch.device("meta"):
@@ -131,7 +131,7 @@ def test_presets_have_the_sizes_of_the_paper(preset):
     assert {m.weight.dtype for m in model.modules() if hasattr(m, "weight")} == {torch.float32}
 
 
-def test_newton_presets_add_no_parameter_and_forget_as_their_states_do():
+def test_newton_presets_add_no_parameters_and_forget_like_their_states():
     for name in NEWTON:
         config = OSDNConfig.from_preset(f"{name}-340m")
         retention = None if config.backbone == "delta_net" else "tied"
@@ -141,7 +141,7 @@ def test_newton_presets_add_no_parameter_and_forget_as_their_states_do():
         assert describe(f"{name}-340m").preconditioner_parameters == 0
 
 
-def test_a_covariance_of_blocks_counts_as_what_it_is():
+def test_a_block_diagonal_covariance_is_counted_in_full():
     plain, blocks = (
         describe(
             OSDNConfig.from_preset("osdn-newton-340m", preconditioner={"rule": "newton", "block_size": b})
@@ -170,13 +170,13 @@ def test_a_covariance_of_blocks_counts_as_what_it_is():
         ({"block_size": 4}, "block_size must be set inside preconditioner"),
     ],
 )
-def test_rules_and_write_gates_that_cannot_be_are_refused(settings, reason):
+def test_impossible_rules_and_write_gates_are_rejected(settings, reason):
     with pytest.raises(ValueError, match=reason):
         OSDNConfig(hidden_size=64, num_heads=4, **settings)
 
 
 @pytest.mark.parametrize("rule", ["newton", "pgdn"])
-def test_the_settings_of_other_rules_survive_being_saved(rule, tmp_path):
+def test_the_settings_of_other_rules_survive_saving_and_loading(rule, tmp_path):
     config = OSDNConfig(preconditioner={"rule": rule}, hidden_size=64, num_heads=4, beta_bias=-2)
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
@@ -185,7 +185,7 @@ def test_the_settings_of_other_rules_survive_being_saved(rule, tmp_path):
     assert (loaded.beta_bias, loaded.write_scale) == (-2, 1.0)
 
 
-def test_preset_preconditioners_are_those_of_the_paper():
+def test_preset_preconditioners_match_the_paper():
     for name in PAPER:
         variant = name.rsplit("-", 1)[0]
         settings = OSDNConfig.from_preset(name).preconditioner
@@ -204,7 +204,7 @@ def test_preset_preconditioners_are_those_of_the_paper():
 
 
 def test_describe_counts_flops_from_the_shapes():
-    # One layer by hand: q, k, v, o, b and SwiGLU weights, three convolutions of 4, and the recurrence.
+    # One layer by hand: q, k, v, o, b and SwiGLU weights, three convolutions of width 4, and the recurrence.
     config = OSDNConfig(
         hidden_size=32,
         num_heads=2,
@@ -227,7 +227,7 @@ def test_describe_counts_flops_from_the_shapes():
         ("delta_net", "product-2", 17_664),
     ],
 )
-def test_updates_add_the_parameters_that_the_models_page_says(preset, rule, more):
+def test_updates_add_as_many_parameters_as_documented(preset, rule, more):
     plain = describe(f"{preset}-tiny")
     other = describe(OSDNConfig.from_preset(f"{preset}-tiny", update_rule=rule))
     assert other.parameters - plain.parameters == more
@@ -235,26 +235,26 @@ def test_updates_add_the_parameters_that_the_models_page_says(preset, rule, more
     assert other.preset is None
 
 
-def test_describe_takes_a_saved_models_directory(tmp_path):
+def test_describe_accepts_the_directory_of_a_saved_model(tmp_path):
     OSDNConfig.from_preset("oskda-apf-340m").save_pretrained(tmp_path)
     assert describe(tmp_path) == describe(str(tmp_path)) == describe("oskda-apf-340m")
 
 
-def test_describe_reads_flash_linear_attention_and_refuses_what_is_no_model(tmp_path):
+def test_describe_reads_flash_linear_attention_and_rejects_anything_else(tmp_path):
     save_flash_linear_attention(OSDNForCausalLM(OSDNConfig.from_preset("gdn-tiny")), tmp_path / "fla")
     assert str(describe(tmp_path / "fla")) == str(describe("gdn-tiny"))
     (tmp_path / "run").mkdir()
     with pytest.raises(ValueError, match=r"run is not a checkpoint: it has no config.json$"):
         describe(tmp_path / "run")
     OSDNConfig.from_preset("gdn-tiny").save_pretrained(tmp_path / "run" / "model")
-    with pytest.raises(ValueError, match=r"it is a run, and its model is .*run/model"):
+    with pytest.raises(ValueError, match=r"it is the folder of a run, whose model is .*run/model"):
         describe(tmp_path / "run")
     GPT2Config().save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="holds a model of type 'gpt2'"):
+    with pytest.raises(ValueError, match="contains a model of type 'gpt2'; it must be one of osdn"):
         describe(tmp_path / "other")
 
 
-def test_the_describe_command_shows_the_same_rows_or_says_what_there_is():
+def test_the_describe_command_shows_the_same_rows_or_lists_the_presets():
     shown = CliRunner().invoke(app, ["describe", "osgdn-340m"])
     assert shown.exit_code == 0
     for label, value in describe("osgdn-340m").rows():

@@ -1,4 +1,4 @@
-"""What users of `transformers`, PEFT and torchao do with any model."""
+"""What users of `transformers`, PEFT and torchao expect of any model."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def classifier(variant="osdn-apf", **overrides):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_sequence_is_classified_by_its_last_token_whatever_the_padding(side):
+def test_a_sequence_is_classified_by_its_last_token_with_any_padding(side):
     model, ids = classifier(), tokens(2, 9).clamp(min=1)
     padding = torch.zeros(2, 4, dtype=ids.dtype)
     padded = torch.cat([padding, ids] if side == "left" else [ids, padding], 1)
@@ -37,7 +37,7 @@ def test_a_sequence_is_classified_by_its_last_token_whatever_the_padding(side):
     torch.testing.assert_close(scores, model.score(last))
 
 
-def test_a_classifier_learns_from_its_labels_and_starts_from_a_language_model(tmp_path):
+def test_a_classifier_starts_from_a_language_model_and_learns_from_labels(tmp_path):
     make("osdn-apf", pad_token_id=0).save_pretrained(tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
     assert type(model) is OSDNForSequenceClassification
@@ -50,7 +50,7 @@ def test_a_classifier_learns_from_its_labels_and_starts_from_a_language_model(tm
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_preset_takes_a_number_of_labels():
+def test_a_preset_accepts_a_number_of_labels():
     assert OSDNConfig.from_preset("osdn-tiny", num_labels=5).num_labels == 5
 
 
@@ -88,7 +88,7 @@ def tiny_tokenizer():
     )
 
 
-def test_lora_needs_no_names_of_modules():
+def test_lora_has_default_target_modules():
     model = get_peft_model(make("oskda"), LoraConfig(task_type="CAUSAL_LM", r=2))
     adapted = {name.split(".")[-1] for name, x in model.named_modules() if hasattr(x, "lora_A")}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -131,7 +131,7 @@ def test_a_checkpoint_loads_without_importing_this_package_first(tmp_path):
 
 
 class Int8Weight(torch.Tensor):
-    """A weight of 8 bits that knows how to be multiplied and nothing else, as those of torchao."""
+    """An 8-bit weight that only supports multiplication, like those of torchao."""
 
     @staticmethod
     def __new__(cls, weight):
@@ -154,7 +154,7 @@ class Int8Weight(torch.Tensor):
         raise NotImplementedError(f"{function} of {cls.__name__}")
 
 
-def test_a_quantized_head_has_the_loss_of_its_logits():
+def test_the_loss_of_a_quantized_head_matches_its_logits():
     model, ids = make("osdn"), tokens(2, 9)
     weight = Int8Weight(model.lm_head.weight.detach())
     model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)

@@ -1,4 +1,4 @@
-"""However the tokens arrive, in one go, in pieces, padded, packed or one by one, the logits are the same."""
+"""The logits are the same however tokens arrive: at once, in pieces, padded, packed or one by one."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_pieces_and_decoding_match_one_forward(variant, dtype, tolerance):
 @precisions
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_a_padded_batch_is_each_sequence_alone(variant, dtype, tolerance, side):
+def test_a_padded_batch_matches_its_single_sequences(variant, dtype, tolerance, side):
     model, width = make(variant).to(dtype), max(LENGTHS)
     ids = [tokens(1, n, seed=n) for n in LENGTHS]
     padding = [width - n for n in LENGTHS]
@@ -43,7 +43,7 @@ def test_a_padded_batch_is_each_sequence_alone(variant, dtype, tolerance, side):
     assert [h.shape for h in outputs.hidden_states] == [(3, width, 30)] * 3
     for i, x in enumerate(ids):
         close(outputs.logits[i, mask[i] == 1], model(x).logits[0], tolerance)
-    if "sliding" in variant and side == "right":  # then a window holds padding in place of tokens
+    if "sliding" in variant and side == "right":  # then a window contains padding instead of tokens
         return
     following = tokens(3, 2, seed=9)
     cached = model(
@@ -79,7 +79,7 @@ def test_left_padding_may_fill_whole_pieces(variant):
 @variants
 @precisions
 @torch.no_grad()
-def test_a_packed_row_is_each_sequence_alone(variant, dtype, tolerance):
+def test_a_packed_row_matches_its_single_sequences(variant, dtype, tolerance):
     model = make(variant).to(dtype)
     ids = [tokens(1, n, seed=n) for n in LENGTHS]
     expected = torch.cat([model(x).logits for x in ids], 1)
@@ -92,7 +92,7 @@ def test_a_packed_row_is_each_sequence_alone(variant, dtype, tolerance):
 
 @pytest.mark.parametrize("kwargs", [{}, {"return_flash_attn_kwargs": True, "return_position_ids": False}])
 @torch.no_grad()
-def test_the_padding_free_collator_of_transformers_packs(kwargs):
+def test_the_padding_free_collator_of_transformers_works(kwargs):
     model = make("osgdn-apf")
     features = [{"input_ids": tokens(n, seed=n).tolist()} for n in LENGTHS]
     batch = DataCollatorWithFlattening(**kwargs)(features)
@@ -104,7 +104,7 @@ def test_the_padding_free_collator_of_transformers_packs(kwargs):
 
 
 @torch.no_grad()
-def test_numbers_of_sequences_pack_a_row():
+def test_a_row_can_be_packed_with_seq_idx():
     model = make("osgdn-apf")
     features = [{"input_ids": tokens(n, seed=n).tolist()} for n in LENGTHS]
     batch = DataCollatorWithFlattening(return_position_ids=False, return_seq_idx=True)(features)
@@ -122,7 +122,7 @@ def test_numbers_of_sequences_pack_a_row():
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_boundaries_are_read_once_per_forward(monkeypatch, inference):
-    """As on a GPU, where reading them waits for all work that was queued before."""
+    """As on a GPU, where reading them waits for all work that is queued."""
     model, reads, read = make("osdn", num_hidden_layers=3, backend="chunkwise"), [], torch.Tensor.tolist
     monkeypatch.setattr(checks, "_reading_waits", lambda x: True)
     monkeypatch.setattr(convolution, "usable", lambda x: False)
@@ -159,13 +159,13 @@ def test_a_padded_batch_may_be_packed_as_well():
 
 
 @torch.no_grad()
-def test_embeddings_may_take_the_place_of_tokens():
+def test_embeddings_can_replace_tokens():
     model, ids = make("oskda-apf"), tokens(2, 6)
     assert torch.equal(model(inputs_embeds=model.model.embeddings(ids)).logits, model(ids).logits)
 
 
 @torch.no_grad()
-def test_a_reset_cache_starts_anew():
+def test_a_reset_cache_starts_over():
     model, ids = make("osdn, D0"), tokens(2, 6)
     cache = DynamicCache(config=model.config)
     first = model(ids, past_key_values=cache).logits
@@ -176,7 +176,7 @@ def test_a_reset_cache_starts_anew():
 
 @pytest.mark.parametrize(("baseline", "variant"), [("delta_net", "osdn"), ("gdn", "osgdn"), ("kda", "oskda")])
 @pytest.mark.parametrize("backend", ["auto", "chunkwise", "reference"])
-def test_without_a_step_online_scaling_is_its_baseline_bit_for_bit(baseline, variant, backend):
+def test_online_scaling_with_step_size_zero_is_its_baseline_bit_for_bit(baseline, variant, backend):
     ids = tokens(2, 70)
     plain = make(baseline, backend=backend)
     scaled = make(variant, backend=backend, preconditioner={"eta": 0.0})
@@ -211,7 +211,7 @@ def test_an_empty_batch_has_empty_logits(shape):
 
 @pytest.mark.parametrize("variant", ["osdn-apf", "osgdn-apf", "kda"])
 def test_gradients_start_from_a_warm_cache(variant):
-    """Truncated backpropagation: no gradient flows through the cache, and none is spoilt by it."""
+    """Truncated backpropagation: no gradient flows through the cache, and the cache corrupts none."""
     model, ids = make(variant), tokens(2, 12)
     cache = DynamicCache(config=model.config)
     for piece in ids.split(4, 1):
@@ -234,7 +234,7 @@ def test_a_cache_outlives_inference_mode():
     torch.testing.assert_close(rest, model(ids).logits[:, 6:], rtol=1e-4, atol=1e-5)
 
 
-def test_positions_of_one_row_count_for_all():
+def test_positions_of_one_row_apply_to_all():
     model, ids = make("osdn"), tokens(2, 8)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     one, all_ = (model(ids, position_ids=p).logits for p in (positions, positions.expand(2, 8)))
@@ -242,7 +242,7 @@ def test_positions_of_one_row_count_for_all():
     assert not torch.equal(one, model(ids).logits)
 
 
-def test_inputs_that_cannot_be_are_refused_with_the_reason():
+def test_impossible_inputs_are_rejected_with_the_reason():
     model, ids = make("osdn"), tokens(1, 8)
     with pytest.raises(ValueError, match=r"input_ids has shape \[8\]; it must be \[B, T\]"):
         model(ids[0])

@@ -1,4 +1,4 @@
-"""`generate` in all its ways, against forwards without a cache."""
+"""All modes of `generate`, against forward passes without a cache."""
 
 import pytest
 import torch
@@ -18,14 +18,14 @@ def greedy(model, ids, steps=8):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_takes_the_likeliest_token_of_a_whole_forward(variant):
+def test_greedy_decoding_picks_the_likeliest_token_of_a_full_forward(variant):
     model, ids = make(variant), tokens(2, 5)
     expected = greedy(model, ids)
     assert torch.equal(model.generate(ids, **GREEDY), expected)
     assert torch.equal(model.generate(ids, cache_implementation="static", **GREEDY), expected)
 
 
-def test_a_left_padded_batch_continues_each_prompt_as_alone():
+def test_a_left_padded_batch_continues_each_prompt_as_if_alone():
     model = make("osgdn-apf")
     prompts = [tokens(1, n, seed=n) for n in (3, 9, 1)]
     ids = torch.cat([torch.nn.functional.pad(x, (9 - x.shape[1], 0)) for x in prompts])
@@ -36,7 +36,7 @@ def test_a_left_padded_batch_continues_each_prompt_as_alone():
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 64])
-def test_the_prompt_may_be_read_in_pieces(chunk):
+def test_the_prompt_can_be_read_in_pieces(chunk):
     model, ids = make("oskda-apf"), tokens(2, 11)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -54,7 +54,7 @@ def test_the_prompt_may_be_read_in_pieces(chunk):
         {"num_beams": 2, "do_sample": True},
     ],
 )
-def test_beams_and_samples_are_those_of_generation_without_a_cache(how):
+def test_beams_and_samples_match_generation_without_a_cache(how):
     model, ids = make("osdn-apf"), tokens(2, 6)
     results = []
     for use_cache in (True, False):
@@ -63,7 +63,7 @@ def test_beams_and_samples_are_those_of_generation_without_a_cache(how):
     assert torch.equal(*results)
 
 
-def test_generation_goes_on_from_a_cache():
+def test_generation_continues_from_a_cache():
     model, ids = make("osdn-apf"), tokens(1, 12)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_assisted_decoding_writes_the_greedy_text(variant):
     assert torch.equal(theirs.generate(ids, assistant_model=model, **how), theirs.generate(ids, **how))
 
 
-def test_assisted_decoding_goes_on_from_padding_and_repeated_text():
+def test_assisted_decoding_handles_padding_and_repeated_text():
     model, ids = make("osgdn-apf"), tokens(1, 4).repeat(1, 4)
     padded = torch.nn.functional.pad(ids, (3, 0))
     mask = (torch.arange(19) > 2).long()[None]
@@ -128,7 +128,7 @@ def test_assisted_decoding_goes_on_from_padding_and_repeated_text():
 @torch.no_grad()
 @pytest.mark.parametrize("pieces", [[6, 1, 1, 1], [9], [1] * 9])
 @pytest.mark.parametrize("crops", [[0], [-1], [-2, -3], [-5, 0], [-9]])
-def test_a_cropped_cache_is_that_of_the_tokens_that_remain(pieces, crops):
+def test_a_cropped_cache_equals_one_of_the_remaining_tokens(pieces, crops):
     model, ids, following = make("osdn, D0"), tokens(2, 12), tokens(2, 4, seed=3)
     cache = DynamicCache(config=model.config)
     model(ids[:, :3], past_key_values=cache)
@@ -137,16 +137,16 @@ def test_a_cropped_cache_is_that_of_the_tokens_that_remain(pieces, crops):
         model(piece, past_key_values=cache)
     for crop in crops:
         cache.crop(crop)
-    kept = ids[:, : 12 + sum(crops)]
-    assert cache.get_seq_length() == kept.shape[1]
+    remaining = ids[:, : 12 + sum(crops)]
+    assert cache.get_seq_length() == remaining.shape[1]
     logits = torch.cat(
         [model(piece, past_key_values=cache).logits for piece in following.split([1, 3], 1)], 1
     )
-    expected = model(torch.cat([kept, following], 1)).logits[:, -4:]
+    expected = model(torch.cat([remaining, following], 1)).logits[:, -4:]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_crop_that_cannot_be_is_refused_with_what_to_do():
+def test_an_impossible_crop_is_rejected_with_a_remedy():
     model = make("osdn")
     cache = model(tokens(1, 5), use_cache=True).past_key_values
     with pytest.raises(RuntimeError, match=r"call activate_past_recording\(\) on it before"):
@@ -163,7 +163,7 @@ def test_a_crop_that_cannot_be_is_refused_with_what_to_do():
         model(tokens(2, 3), attention_mask=mask, past_key_values=cache)
 
 
-def test_what_is_not_supported_is_refused_in_a_sentence():
+def test_unsupported_features_are_rejected_with_a_clear_message():
     model, ids = make("osdn"), tokens(1, 5)
     with pytest.raises(ValueError, match="this model has no attention weights"):
         model(ids, output_attentions=True)

@@ -1,6 +1,6 @@
-"""Hybrid models: attention against its definition, whatever the kernel, and everything that has a cache.
+"""Hybrid models: attention against its definition for every kernel, and everything that uses a cache.
 
-That one forward is what pieces, padding and packing give is tested with all other variants.
+That pieces, padding and packing match one forward is tested together with all other variants.
 """
 
 from itertools import pairwise
@@ -22,7 +22,7 @@ hybrids = pytest.mark.parametrize("variant", HYBRIDS)
 
 
 def attention_by_hand(layer, x):  # [T, D], in float64
-    """The definition, one head and one query at a time."""
+    """The definition, for one head and one query at a time."""
     chosen, D = layer.config.attention, layer.head_dim
     weights = {name: w.double() for name, w in layer.state_dict().items()}
 
@@ -64,7 +64,7 @@ def attention_by_hand(layer, x):  # [T, D], in float64
 @hybrids
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @torch.no_grad()
-def test_attention_is_its_definition(variant, implementation):
+def test_attention_matches_its_definition(variant, implementation):
     model, ids = make(variant, attn_implementation=implementation), tokens(2, 9)
     (layer,) = [m for m in model.modules() if isinstance(m, Attention)]
     seen = {}
@@ -75,7 +75,7 @@ def test_attention_is_its_definition(variant, implementation):
 
 
 def varlen_attention(module, query, key, value, attention_mask, scaling, **kwargs):
-    """What a flash kernel computes of packed sequences, given their boundaries and no mask."""
+    """What a flash kernel computes for packed sequences, given their boundaries and no mask."""
     assert attention_mask is None
     cuts = kwargs.get("cu_seq_lens_q", torch.tensor([0, query.shape[2]])).tolist()
     assert kwargs.get("max_length_q", query.shape[2]) == max(b - a for a, b in pairwise(cuts))
@@ -99,13 +99,13 @@ def test_packed_sequences_reach_a_flash_kernel_as_boundaries(variant, monkeypatc
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", varlen_attention)
     model.config._attn_implementation = "flash_attention_2"
     torch.testing.assert_close(model(ids, position_ids=positions).logits, expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="flash attention takes packed rows without padding"):
+    with pytest.raises(ValueError, match="flash attention needs packed rows without padding"):
         model(ids, position_ids=positions, attention_mask=(torch.arange(20) > 1)[None])
 
 
 @hybrids
 @torch.no_grad()
-def test_the_weights_of_attention_are_returned_where_there_are_any(variant):
+def test_attention_weights_are_returned_if_there_are_any(variant):
     model, ids = make(variant, attn_implementation="eager"), tokens(2, 7)
     outputs = model(ids, output_attentions=True)
     (weights,) = outputs.attentions
@@ -117,7 +117,7 @@ def test_the_weights_of_attention_are_returned_where_there_are_any(variant):
 
 
 @hybrids
-def test_beams_drafts_and_lookup_write_what_generation_without_a_cache_does(variant):
+def test_beams_drafts_and_lookup_match_generation_without_a_cache(variant):
     model, ids = make(variant), tokens(1, 6)
     beams = [model.generate(ids, use_cache=c, num_beams=3, **GREEDY) for c in (True, False)]
     assert torch.equal(*beams)
@@ -151,7 +151,7 @@ def test_a_hybrid_is_one_graph():
 )
 @settings(max_examples=25)
 @torch.no_grad()
-def test_any_hybrid_gives_the_same_however_the_tokens_arrive(kinds, window, theta, lengths, cuts, half):
+def test_any_hybrid_gives_the_same_logits_however_tokens_arrive(kinds, window, theta, lengths, cuts, half):
     assume("linear_attention" in kinds)
     attention = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 6, "window": window, "rope_theta": theta}
     if set(kinds) == {"linear_attention"}:
@@ -176,14 +176,14 @@ def test_any_hybrid_gives_the_same_however_the_tokens_arrive(kinds, window, thet
 
 
 @torch.no_grad()
-def test_a_mask_that_misses_cached_tokens_is_refused():
+def test_a_mask_without_the_cached_tokens_is_rejected():
     model, ids = make("osdn-apf, hybrid"), tokens(2, 5)
     cache = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="one for each of the 5 cached and 1 new tokens"):
+    with pytest.raises(ValueError, match="one for each of the 5 cached tokens and 1 new ones"):
         model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(2, 1))
 
 
-def test_caches_of_transformers_take_the_states_of_the_linear_layers():
+def test_caches_of_transformers_store_the_states_of_linear_layers():
     config = make_config("osgdn-apf, sliding hybrid")
     for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=8)):
         assert [type(layer).__name__ for layer in cache.layers][1] == "LinearAttentionLayer"
@@ -195,7 +195,7 @@ def test_caches_of_transformers_take_the_states_of_the_linear_layers():
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("hybrid-tiny")])
-def test_hybrid_presets_are_three_to_one_and_save_what_they_are(preset, tmp_path):
+def test_hybrid_presets_are_three_to_one_and_survive_saving(preset, tmp_path):
     torch.manual_seed(0)
     model, ids = OSDNForCausalLM(OSDNConfig.from_preset(preset)).eval(), tokens(1, 9)
     assert model.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
@@ -216,7 +216,7 @@ def test_hybrid_presets_are_three_to_one_and_save_what_they_are(preset, tmp_path
         ("kda-hybrid-340m", "kda-340m", 5),
     ],
 )
-def test_what_a_hybrid_keeps_and_computes_is_counted(preset, plain, layers):
+def test_the_memory_and_flops_of_a_hybrid_are_counted(preset, plain, layers):
     hybrid, other = describe(preset), describe(plain)
     share = (other.layers - layers) / other.layers
     assert hybrid.attention_layers == layers
@@ -239,7 +239,7 @@ def test_what_a_hybrid_keeps_and_computes_is_counted(preset, plain, layers):
     ("fields", "message"),
     [
         ({"layer_types": ["linear_attention"]}, "layer_types has 1 entries; num_hidden_layers is 2"),
-        ({"layer_types": ["linear_attention", "moe"]}, "layer_types has moe; there are linear_attention"),
+        ({"layer_types": ["linear_attention", "moe"]}, "layer_types has moe; choose from linear_attention"),
         ({"layer_types": ["full_attention"] * 2}, "layer_types has no linear_attention"),
         (
             {"layer_types": ["linear_attention", "full_attention"], "attention": None},
@@ -257,7 +257,7 @@ def test_what_a_hybrid_keeps_and_computes_is_counted(preset, plain, layers):
         ),
     ],
 )
-def test_a_hybrid_that_cannot_be_is_refused_with_the_reason(fields, message):
+def test_an_impossible_hybrid_is_rejected_with_the_reason(fields, message):
     with pytest.raises(ValueError, match=message):
         make_config("osdn-apf, hybrid", **fields)
 
@@ -266,5 +266,5 @@ def test_a_configuration_without_layer_types_is_saved_as_before():
     content = make_config("osdn").to_dict()
     assert "layer_types" not in content
     assert "attention" not in content
-    with pytest.raises(ValueError, match="say in layer_types which layers have it"):
+    with pytest.raises(ValueError, match="set layer_types to choose the layers with it"):
         make_config("osdn", attention={"num_heads": 3})

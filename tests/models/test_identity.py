@@ -1,4 +1,4 @@
-"""Who a model is: its name, its digest, its block."""
+"""The identity of a model: its name, its digest, its block."""
 
 import shutil
 
@@ -20,14 +20,14 @@ def saved(tmp_path):
     return save
 
 
-def test_a_name_is_the_given_one_or_the_runs_or_the_presets_or_the_folders(saved):
+def test_a_name_is_explicit_or_that_of_the_run_the_preset_or_the_folder(saved):
     assert identify(*saved("a", run_name="my run"), "given").model == "given"
     assert identify(*saved("b", run_name="my run")).model == "my run"
     assert identify(*saved("c")).model == "osdn-tiny"
     assert identify(*saved("d", num_hidden_layers=1)).model == "d"
 
 
-def test_the_same_weights_have_the_same_digest_wherever_they_lie(saved, tmp_path):
+def test_the_same_weights_have_the_same_digest_in_any_place(saved, tmp_path):
     model, path = saved("here")
     shutil.copytree(path, tmp_path / "there")
     there = identify(model, tmp_path / "there")
@@ -54,7 +54,7 @@ def test_a_block_has_one_plain_delta_rule():
         )
 
 
-def test_a_model_of_somebody_elses_is_known_by_its_folder():
+def test_a_foreign_model_is_named_after_its_folder():
     from transformers import LlamaConfig
 
     found = identify(LlamaConfig(), "some/llama")

@@ -1,4 +1,4 @@
-"""Checkpoints in flash-linear-attention's form: its configurations, its parameter names and shapes."""
+"""Checkpoints in the format of flash-linear-attention: configurations, parameter names and shapes."""
 
 import json
 
@@ -11,7 +11,7 @@ from osdn import OSDNForCausalLM, load_flash_linear_attention, save_flash_linear
 from osdn.models.interchange import config_from_flash_linear_attention
 from tests.models.variants import make, tokens
 
-# What its `save_pretrained` writes, in the fields that say what is computed, and its parameters' shapes.
+# The fields of its `save_pretrained` that affect the results, and the shapes of its parameters.
 COMMON = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "vocab_size": 50, "conv_size": 4,
     "hidden_act": "swish",
@@ -84,7 +84,7 @@ preconditioned = pytest.mark.parametrize("kind", ["precond_gated_deltanet", "pre
 
 
 def checkpoint(path, kind, config=(), drop=(), add=()):
-    """Write a checkpoint as flash-linear-attention does."""
+    """Write a checkpoint like flash-linear-attention."""
     torch.manual_seed(0)
     shapes = SHELL | {f"model.layers.0.attn.{name}": shape for name, shape in MIXERS[kind].items()}
     shapes = {name: shape for name, shape in (shapes | dict(add)).items() if name not in drop}
@@ -96,7 +96,7 @@ def checkpoint(path, kind, config=(), drop=(), add=()):
 
 
 @kinds
-def test_a_checkpoint_loads_whole(kind, tmp_path):
+def test_a_checkpoint_loads_completely(kind, tmp_path):
     weights = checkpoint(tmp_path, kind)
     model = load_flash_linear_attention(tmp_path)
     assert model.config.preconditioner is None
@@ -108,7 +108,7 @@ def test_a_checkpoint_loads_whole(kind, tmp_path):
 
 
 @preconditioned
-def test_a_preconditioned_checkpoint_loads_whole_and_goes_back(kind, tmp_path):
+def test_a_preconditioned_checkpoint_survives_a_round_trip(kind, tmp_path):
     weights = checkpoint(tmp_path, kind)
     model = load_flash_linear_attention(tmp_path).eval()
     assert model.config.preconditioner["rule"] == "pgdn"
@@ -137,9 +137,9 @@ def test_a_preconditioned_checkpoint_loads_whole_and_goes_back(kind, tmp_path):
 
 
 @preconditioned
-def test_a_preconditioned_checkpoint_is_loaded_strictly_and_as_it_is(kind, tmp_path):
+def test_a_preconditioned_checkpoint_is_loaded_strictly_and_unchanged(kind, tmp_path):
     checkpoint(tmp_path, kind)
-    with pytest.raises(ValueError, match="preconditioner of its own"):
+    with pytest.raises(ValueError, match="already has a preconditioner"):
         load_flash_linear_attention(tmp_path, preconditioner={})
     checkpoint(tmp_path, kind, drop=["model.layers.0.attn.log_atk_scale"])
     with pytest.raises(ValueError, match=r"missing: model\.layers\.0\.attn\.preconditioner\.center"):
@@ -165,14 +165,14 @@ def test_online_scaling_can_be_switched_on(kind, tmp_path):
 
 
 @kinds
-def test_anything_missing_unexpected_or_misshapen_is_refused_with_the_list(kind, tmp_path):
+def test_the_error_lists_everything_missing_unexpected_or_misshapen(kind, tmp_path):
     checkpoint(
         tmp_path,
         kind,
         drop=["model.norm.weight", "model.layers.0.attn.b_proj.weight"],
         add={"model.layers.0.attn.D": (2,), "model.layers.0.mlp.up_proj.weight": (100, 32)},
     )
-    with pytest.raises(ValueError, match="is not a checkpoint of this model") as refusal:
+    with pytest.raises(ValueError, match=r"the weights of .* do not fit its config\.json") as refusal:
         load_flash_linear_attention(tmp_path)
     text = str(refusal.value)
     assert "missing: model.layers.0.attn.b_proj.weight, model.norm.weight;" in text
@@ -183,10 +183,14 @@ def test_anything_missing_unexpected_or_misshapen_is_refused_with_the_list(kind,
 @pytest.mark.parametrize(
     ("kind", "config", "reason"),
     [
-        ("delta_net", {"use_gate": True}, r"use_gate = True \(we compute False\)"),
+        ("delta_net", {"use_gate": True}, r"use_gate = True \(only False is supported\)"),
         ("delta_net", {"qk_activation": "relu"}, "qk_activation = 'relu'"),
-        ("delta_net", {"head_dim": 16}, "it has head_dim = 16, and what that computes is not known here"),
-        ("kda", {"output_gate_activation": "relu"}, "it has output_gate_activation = 'relu', .*known are"),
+        ("delta_net", {"head_dim": 16}, "it has head_dim = 16, whose meaning is not known"),
+        (
+            "kda",
+            {"output_gate_activation": "relu"},
+            "it has output_gate_activation = 'relu', .*known keys are",
+        ),
         ("gated_deltanet", {"lower_bound": -5.0, "new_gate": 1}, "it has lower_bound = -5.0, new_gate = 1, "),
         ("delta_net", {"expand_k": 0.7}, "whole numbers"),
         ("gated_deltanet", {"output_gate_activation": "relu"}, "must be one of swish, silu, sigmoid"),
@@ -199,23 +203,23 @@ def test_anything_missing_unexpected_or_misshapen_is_refused_with_the_list(kind,
         (
             "gated_deltanet",
             {"attn": [{"layers": [0], "num_heads": n} for n in (1, 2)]},
-            "can differ in whether they have the window alone",
+            "may only differ in whether they have the window",
         ),
         ("kda", {"safe_gate": True}, "safe_gate = True needs a lower_bound"),
         ("kda", {"lower_bound": 5.0}, "decay_lower_bound is 5.0; it must be below 0"),
         ("kda", {"use_short_conv": False}, "use_short_conv = False"),
-        ("precond_kda", {"num_v_heads": 4}, r"num_v_heads = 4 \(we compute None\)"),
+        ("precond_kda", {"num_v_heads": 4}, r"num_v_heads = 4 \(only None is supported\)"),
         ("kda", {"model_type": "gla"}, "model_type is 'gla'"),
     ],
 )
-def test_a_model_that_computes_something_else_is_refused_with_the_reason(kind, config, reason, tmp_path):
+def test_a_model_that_computes_something_else_is_rejected_with_the_reason(kind, config, reason, tmp_path):
     checkpoint(tmp_path, kind, config=config)
     with pytest.raises(ValueError, match=reason):
         load_flash_linear_attention(tmp_path)
 
 
 def logits_by_hand(weights, settings, ids):  # [T] -> [T, vocabulary], in float64
-    """The models of flash-linear-attention, written down once more from their definitions."""
+    """The models of flash-linear-attention, implemented independently from their definitions."""
     w = {name: x.double() for name, x in weights.items()}
     heads, D = settings["num_heads"], settings["hidden_size"]
     kind = settings["model_type"]
@@ -342,7 +346,7 @@ GROUPED = {
     ],
 )
 @torch.no_grad()
-def test_what_its_options_compute_is_computed_and_goes_back(kind, config, second, tmp_path):
+def test_its_options_have_their_effect_and_survive_a_round_trip(kind, config, second, tmp_path):
     settings = COMMON | CONFIGS[kind] | {"model_type": kind, "num_hidden_layers": 2} | config
     add = two_layers(kind, second)
     if "num_v_heads" in config:
@@ -351,7 +355,7 @@ def test_what_its_options_compute_is_computed_and_goes_back(kind, config, second
     model, ids = load_flash_linear_attention(tmp_path).eval(), tokens(1, 9) % 50
     expected = logits_by_hand(weights, settings, ids[0])
     torch.testing.assert_close(model(ids).logits[0].double(), expected, rtol=1e-4, atol=1e-5)
-    if config and second is None:  # the options matter to these logits
+    if config and second is None:  # the options affect these logits
         plain = {k: v for k, v in settings.items() if k not in config or k == "num_v_heads"}
         if "num_v_heads" not in config:
             assert (logits_by_hand(weights, plain, ids[0]) - expected).abs().max() > 1e-3
@@ -362,8 +366,8 @@ def test_what_its_options_compute_is_computed_and_goes_back(kind, config, second
 
 
 @pytest.mark.parametrize("ratio", [3, 6, None])
-def test_the_width_of_the_mlp_follows_its_ratio(ratio):
-    mlp = {3: 256, 6: 512, None: 512}[ratio]  # of int(width * ratio * 2 / 3), up to a multiple of 256
+def test_the_width_of_the_mlp_follows_from_its_ratio(ratio):
+    mlp = {3: 256, 6: 512, None: 512}[ratio]  # int(width * ratio * 2 / 3), rounded up to a multiple of 256
     config = config_from_flash_linear_attention(
         {"model_type": "kda", "hidden_size": 128, "hidden_ratio": ratio}
     )
@@ -390,7 +394,7 @@ def test_pickles_are_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("variant", "kind"), [("delta_net", "delta_net"), ("gdn", "gated_deltanet"), ("kda", "kda")]
 )
-def test_a_baseline_is_saved_in_its_form_and_comes_back(variant, kind, tmp_path):
+def test_a_baseline_survives_a_round_trip(variant, kind, tmp_path):
     shape = {
         "hidden_size": 32,
         "num_heads": 2,
@@ -417,13 +421,13 @@ def test_a_baseline_is_saved_in_its_form_and_comes_back(variant, kind, tmp_path)
         assert torch.equal(again, model(ids).logits)
 
 
-def test_a_preconditioned_model_is_not_saved_in_a_form_without_preconditioners(tmp_path):
+def test_a_preconditioned_model_is_not_saved_in_a_format_without_preconditioners(tmp_path):
     with pytest.raises(ValueError, match="no online preconditioner"):
         save_flash_linear_attention(make("osdn"), tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
-def test_a_write_gate_of_ours_is_not_saved_in_a_form_without_it(tmp_path):
+def test_our_write_gate_is_not_saved_in_a_format_without_it(tmp_path):
     with pytest.raises(ValueError, match="beta_bias is -2"):
         save_flash_linear_attention(make("delta_net, write gate"), tmp_path / "model")
 
@@ -436,6 +440,8 @@ def test_a_preconditioned_model_keeps_the_names(tmp_path):
 
 
 def test_other_updates_are_not_saved_as_plain_delta_rules(tmp_path):
-    with pytest.raises(ValueError, match="update_rule is 'comba'; flash-linear-attention is given plain"):
+    with pytest.raises(
+        ValueError, match="update_rule is 'comba'; only plain delta rules can be saved for flash"
+    ):
         save_flash_linear_attention(make("comba"), tmp_path / "model")
     assert not (tmp_path / "model").exists()

@@ -43,7 +43,7 @@ def test_a_model_is_saved_in_shards_of_safetensors(tmp_path):
     assert torch.equal(logits(OSDNForCausalLM.from_pretrained(tmp_path), ids), logits(model, ids))
 
 
-def test_a_model_loads_in_the_precision_asked_for(tmp_path):
+def test_a_model_loads_in_the_requested_precision(tmp_path):
     model = make("osgdn-apf")
     model.save_pretrained(tmp_path)
     half = OSDNForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -66,8 +66,8 @@ def test_tied_embeddings_are_one_tensor_and_saved_once(tmp_path):
     assert torch.equal(logits(loaded, ids), logits(model, ids))
 
 
-def test_only_missing_parameters_are_drawn_anew(tmp_path):
-    """A baseline's weights, loaded into the model with a learned retention, stay as they are."""
+def test_only_missing_parameters_are_initialised(tmp_path):
+    """A baseline's weights are unchanged when loaded into a model with a learned retention."""
     plain = make("gdn")
     plain.save_pretrained(tmp_path)
     config = make_config("osgdn, learned retention")
@@ -104,7 +104,7 @@ def test_accelerate_dispatches_a_saved_checkpoint(variant, place, tmp_path):
     assert torch.equal(dispatched.generate(ids, **greedy), model.generate(ids, **greedy))
 
 
-def test_from_pretrained_takes_a_device_map(tmp_path):
+def test_from_pretrained_accepts_a_device_map(tmp_path):
     model, ids = make("osdn-apf"), tokens(2, 7)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto")

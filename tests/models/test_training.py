@@ -1,4 +1,4 @@
-"""Losses, gradients and training, as users of `transformers` do them."""
+"""Losses, gradients and training, as with any model of `transformers`."""
 
 import copy
 import subprocess
@@ -28,7 +28,7 @@ def gradients(loss, model):
 
 @pytest.mark.parametrize("rows", [1, 4, 1000])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_loss_and_its_gradients_are_the_cross_entropy(rows, tied, monkeypatch):
+def test_the_loss_and_its_gradients_match_the_cross_entropy(rows, tied, monkeypatch):
     monkeypatch.setattr(modeling_osdn, "LOGITS_AT_ONCE", 61 * rows)
     model, ids = make("osdn-apf", tie_word_embeddings=tied), tokens(3, 9)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.manual_seed(0)) < 0.3, -100)
@@ -42,17 +42,19 @@ def test_the_loss_and_its_gradients_are_the_cross_entropy(rows, tied, monkeypatc
 
 
 @pytest.mark.parametrize("shape", [(2, 16), (4, 8), (4, 4), (2, 7), (16,)])
-def test_labels_of_another_shape_are_refused(shape):
+def test_labels_of_another_shape_are_rejected(shape):
     model, ids = make("osdn"), tokens(2, 8)
     for name in ("labels", "shift_labels"):
-        with pytest.raises(ValueError, match=rf"{name} has shape .*must be that of the tokens, \[2, 8\]"):
+        with pytest.raises(
+            ValueError, match=rf"{name} has shape .*must have the shape of the tokens, \[2, 8\]"
+        ):
             model(ids, **{name: tokens(*shape)})
 
 
-def test_labels_are_whole_numbers_of_any_size():
+def test_labels_can_have_any_integer_dtype():
     model, ids = make("osdn"), tokens(2, 8)
     assert model(ids, labels=ids.int()).loss == model(ids, labels=ids).loss
-    with pytest.raises(ValueError, match=r"labels has dtype torch.float32; it must hold whole numbers"):
+    with pytest.raises(ValueError, match=r"labels has dtype torch.float32; it must be an integer dtype"):
         model(ids, labels=ids.float())
 
 
@@ -65,7 +67,7 @@ def test_the_trainer_smooths_shifted_labels(tmp_path):
     torch.testing.assert_close(loss, want)
 
 
-def test_a_head_that_is_more_than_its_weight_has_the_loss_of_its_logits():
+def test_the_loss_of_a_head_that_is_more_than_its_weight_matches_its_logits():
     ids = tokens(2, 8)
     biased, hooked, pruned = (make("osdn") for _ in range(3))
     biased.set_output_embeddings(nn.Linear(30, 61))
@@ -87,7 +89,7 @@ def test_the_loss_is_divided_by_the_number_of_items_the_trainer_counted():
     torch.testing.assert_close(model(ids, shift_labels=shifted).loss, mean)
 
 
-def test_logits_are_returned_where_they_are_asked_for():
+def test_logits_are_returned_if_requested():
     model, ids = make("osdn"), tokens(2, 7)
     logits = model(ids).logits
     assert torch.equal(model(ids, logits_to_keep=2).logits, logits[:, -2:])
@@ -98,10 +100,10 @@ def test_logits_are_returned_where_they_are_asked_for():
     assert model(ids, labels=ids).logits is None
     assert model(ids, labels=ids, skip_logits=False).logits is not None
     assert model(ids).logits is not None
-    assert model(ids).past_key_values is None  # nothing is cached in training unless asked for
+    assert model(ids).past_key_values is None  # nothing is cached in training unless requested
 
 
-def test_hidden_states_are_those_between_the_blocks():
+def test_hidden_states_are_the_activations_between_blocks():
     model, ids = make("kda"), tokens(2, 7)
     outputs = model(ids, output_hidden_states=True, use_cache=False)
     first, second, last = outputs.hidden_states
@@ -123,7 +125,7 @@ def test_hidden_states_are_those_between_the_blocks():
     ],
 )
 def test_hidden_states_are_on_the_path_of_the_gradient(how):
-    """Against the derivative that `functional_call` from one layer on would have: a finite difference."""
+    """Against a finite difference of the computation from that layer on."""
     model, ids = make("osdn").double(), tokens(2, 4)
     outputs = model(ids, output_hidden_states=True, use_cache=False, **how)
     for i, state in enumerate(outputs.hidden_states):
@@ -158,7 +160,7 @@ import resource, torch
 from osdn import OSDNConfig, OSDNForCausalLM
 config = OSDNConfig(hidden_size=64, num_heads=2, num_hidden_layers=1, intermediate_size=64)
 model, ids = OSDNForCausalLM(config).train(), torch.randint(0, 32_000, (1, 65_536))
-model(ids[:, :64], labels=ids[:, :64]).loss.backward()  # what compiling and importing take is not counted
+model(ids[:, :64], labels=ids[:, :64]).loss.backward()  # do not count what compiling and importing take
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 model(ids, labels=ids, cu_seqlens=torch.arange(0, 65_537, 4096)).loss.backward()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -169,7 +171,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_a_row_of_65536_tokens_never_holds_its_logits():
     run = subprocess.run([sys.executable, "-c", LONG_ROW], capture_output=True, text=True, check=True)
     grown = int(run.stdout) * 1024
-    assert grown < 65_536 * 32_000 * 4 / 4  # of 8 GiB of logits, not a quarter
+    assert grown < 65_536 * 32_000 * 4 / 4  # less than a quarter of 8 GiB of logits
 
 
 def test_autocast_computes_the_head_in_half_precision_and_keeps_float32_weights():
@@ -234,7 +236,7 @@ def test_an_exported_model_gives_the_same_logits_at_other_lengths(variant):
             torch.testing.assert_close(program.module()(ids, use_cache=False).logits, model(ids).logits)
 
 
-def test_lora_trains_adapters_and_leaves_the_rest():
+def test_lora_trains_only_the_adapters():
     model, ids = make("osdn-apf"), tokens(4, 16)
     before = copy.deepcopy(model.state_dict())
     targets = ["q_proj", "v_proj", "o_proj", "retention", "lm_head"]
@@ -251,7 +253,7 @@ def test_lora_trains_adapters_and_leaves_the_rest():
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
-    # The adapted head takes part in the loss, although the loss does not go through its logits otherwise.
+    # The adapted head affects the loss, although the loss normally bypasses the logits.
     torch.testing.assert_close(
         lora(ids, labels=ids).loss.double(), plain_loss(lora, ids, ids), rtol=1e-5, atol=0
     )
@@ -290,7 +292,7 @@ def test_the_trainer_of_transformers_trains_for_ten_steps(tmp_path, collator):
     assert trainer.evaluate()["eval_loss"] < losses[0] - 0.5
 
 
-def test_first_values_are_those_of_the_layers():
+def test_initial_values_match_those_of_the_layers():
     torch.manual_seed(0)
     model = OSDNForCausalLM(
         OSDNConfig.from_preset(
@@ -311,7 +313,7 @@ def test_first_values_are_those_of_the_layers():
         assert torch.equal(layer.attn.g_proj[1].bias, torch.zeros(64))
 
 
-def test_the_write_gate_starts_where_it_is_told():
+def test_the_write_gate_starts_at_its_configured_bias():
     shape = {"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 1, "vocab_size": 50}
     plain = OSDNForCausalLM(OSDNConfig(**shape)).model.layers[0].attn
     biased = OSDNForCausalLM(OSDNConfig(beta_bias=-2, **shape)).model.layers[0].attn
@@ -321,4 +323,4 @@ def test_the_write_gate_starts_where_it_is_told():
     own = pgdn.model.layers[0].attn.preconditioner
     assert torch.equal(own.center, torch.full((2,), 0.5))
     assert own.A_log.exp().max() <= 16
-    assert ((own.dt_bias.exp() + 1).log() <= 0.101).all()  # the first time steps
+    assert ((own.dt_bias.exp() + 1).log() <= 0.101).all()  # the initial time steps

@@ -1,11 +1,11 @@
-"""Every variant, ablation and rule of phase 1: small, odd in shape, and far from its first values."""
+"""Every variant, ablation and rule of phase 1: small, with odd shapes, far from the initial values."""
 
 import torch
 
 from osdn import OSDNConfig, OSDNForCausalLM
 from osdn.models.presets import VARIANTS as PRESET_VARIANTS
 
-STRONG = 2.0  # a step size with which the scale reaches its bounds within a few tokens
+STRONG = 2.0  # a step size that takes the scale to its bounds within a few tokens
 VARIANTS = {name: (backbone, settings, {}) for name, (backbone, settings) in PRESET_VARIANTS.items()}
 VARIANTS |= {
     "osdn, constant retention": ("delta_net", {"retention": 0.9}, {}),
@@ -15,7 +15,7 @@ VARIANTS |= {
     "osdn, unbounded": ("delta_net", {"bounds": None}, {}),
     "osgdn, learned retention": ("gated_delta_net", {"retention": "learned"}, {}),
     "osgdn-apf, grouped values": ("gated_delta_net", {"retention": "tied"}, {"num_v_heads": 6}),
-    "oskda, retention a channel": ("kda", {"retention": "learned_per_channel"}, {}),
+    "oskda, retention per channel": ("kda", {"retention": "learned_per_channel"}, {}),
     "oskda, tied retention": ("kda", {"retention": "tied"}, {}),
     "oskda-apf, grouped values, bounded decay, strong writes": (
         "kda",
@@ -78,7 +78,7 @@ VARIANTS |= {
 HYBRIDS = [name for name in VARIANTS if "hybrid" in name]
 
 
-# Those that some analyses are about: the paper's rule, and no rule at all.
+# The variants that some analyses are about: those with the paper's rule or no rule at all.
 ONLINE_SCALING = [
     name
     for name, (_, settings, shape) in VARIANTS.items()
@@ -103,13 +103,13 @@ def make_config(variant: str, **overrides) -> OSDNConfig:
 
 
 def make(variant: str, seed: int = 0, **overrides) -> OSDNForCausalLM:
-    """A model in evaluation mode whose layers all matter to its logits."""
+    """A model in evaluation mode, all of whose layers affect the logits."""
     return scatter(OSDNForCausalLM(make_config(variant, **overrides)), seed).eval()
 
 
 @torch.no_grad()
 def scatter(model, seed: int = 0):
-    """Draw every parameter at a size that matters, whatever it started with."""
+    """Redraw every parameter with a magnitude that matters, whatever its initial value."""
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         fan_in = 1 if p.ndim == 1 or name.endswith(("embeddings.weight", "log_scale")) else p.shape[-1]

@@ -1,4 +1,4 @@
-"""Result files as the commands write them, for tests."""
+"""Result files for tests, as the commands write them."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from osdn.results.store import save_json
 
 
 def identity(name: str, weights: str | None = "w", **changes: Any) -> Identity:
-    """Of a preset, or of a model with its own name and block."""
+    """The identity of a preset, or of a model with its own name and block."""
     try:
         found = identify(OSDNConfig.from_preset(name), name)
     except ValueError:
@@ -29,7 +29,7 @@ def save_evaluation(
     date: str = "2026-01-02T03:04:05+00:00",
     **task: Any,
 ) -> Path:
-    """One task with these results."""
+    """Save an evaluation of one task with these results."""
     model = identity(model) if isinstance(model, str) else model
     entry = {
         "results": results,
@@ -75,7 +75,7 @@ def referee_row(trial, contestant, budget, mean=0.0, adjusted=1.0, spread=0.02):
 
 
 def referee_content(effects, trials=("capacity", "text")):
-    """A result in which (trial, contestant, budget) differ by a mean with an adjusted p-value."""
+    """A referee's result; `effects` maps (trial, contestant, budget) to a mean and an adjusted p-value."""
     cells = [(t, n) for t in trials for n in CONTESTANTS]
     rows = [
         referee_row(t, n, b, *effects.get((t, n, b), (0.0, 1.0))) for b in (0.25, 0.5, 1.0) for t, n in cells

@@ -1,4 +1,4 @@
-"""The whole chain, as a user walks it: train, evaluate, diagnose, time, report."""
+"""The whole chain of commands: train, evaluate, diagnose, time, report."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def chain(tmp_path_factory):
     for name in ("a.txt", "b.txt"):
         (books / name).write_text(f"{name}: " + "one two three four five " * 1200)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # models this small lose more to waiting for threads than they gain
+    torch.set_num_threads(1)  # models this small lose more to synchronisation than they gain from threads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hub.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         patch.chdir(folder)
@@ -57,7 +57,7 @@ def chain(tmp_path_factory):
     return folder, printed
 
 
-def test_every_model_is_called_by_its_name_once(chain):
+def test_every_model_has_one_label(chain):
     folder, _ = chain
     store = read_results([folder / "runs"])
     assert store.unreadable == {}
@@ -66,7 +66,7 @@ def test_every_model_is_called_by_its_name_once(chain):
     assert {path.name for path in (folder / "runs/eval").iterdir()} == set(RUNS.values())
 
 
-def test_the_reports_rows_and_values_are_those_of_the_files(chain):
+def test_the_report_shows_the_values_in_the_files(chain):
     folder, _ = chain
     page = Cells((folder / "runs/report.html").read_text())
     for config, label in zip(RUNS, LABELS):
@@ -89,7 +89,7 @@ def test_the_reports_rows_and_values_are_those_of_the_files(chain):
     assert page.row_of("Ablations", "OSDN+D0 tiny")["Δ loss ↓"] != "–"
 
 
-def test_limits_and_other_data_do_not_mix(chain):
+def test_results_with_another_limit_or_other_data_stay_separate(chain):
     folder, _ = chain
     text = (folder / "runs/report.html").read_text()
     full = json.loads((folder / "runs/eval/osdn-tiny/recall.json").read_text())
@@ -107,7 +107,7 @@ def test_limits_and_other_data_do_not_mix(chain):
     assert f"{folder / 'books'}" in page.tables["What was read"]["books/pg19.json"][1]
 
 
-def test_compare_prints_the_reports_numbers(chain):
+def test_compare_prints_the_same_numbers_as_the_report(chain):
     folder, printed = chain
     tables = Cells((folder / "runs/report.html").read_text()).tables
     for label in LABELS:

@@ -1,4 +1,4 @@
-"""Tables of several models: what shares a column, differences, bold, the paper's lines, and the files."""
+"""Tables of several models: what shares a column, differences, bold values, the paper's rows, and files."""
 
 import csv
 import json
@@ -52,7 +52,7 @@ def value(table, label, key):
     return cells(table, label)[key].score.value
 
 
-def test_a_block_is_its_baseline_and_what_is_built_on_it(results):
+def test_a_block_has_a_baseline_and_the_models_built_on_it(results):
     found = only(results)
     base, osdn, mine = found.models
     assert [model.label for model in found.models] == ["DeltaNet 340M", "OSDN 340M", "mine"]
@@ -64,17 +64,17 @@ def test_a_block_is_its_baseline_and_what_is_built_on_it(results):
     assert "repeated_change" not in base.scores  # it is one
 
 
-def test_the_timing_of_a_preset_stands_beside_the_model_that_was_trained_from_it(results):
+def test_a_trained_model_gets_the_timing_of_its_preset(results):
     assert value(paper_table(only(results), MAIN), "OSDN 340M", "throughput_change") == -1.5
     assert len(only(results).models) == 3
 
 
 def test_differences_have_the_errors_of_paired_documents(tmp_path):
-    """Against a bootstrap of documents, drawn for both models at once."""
+    """Against a bootstrap that resamples the same documents for both models."""
     generator = np.random.default_rng(0)
     n, repeated = 400, ("fda_twice", "swde_twice", "squad_twice")
     words = generator.integers(50, 500, n)
-    hard = generator.normal(4.0, 1.0, n)  # a document's own difficulty, which both models meet
+    hard = generator.normal(4.0, 1.0, n)  # how hard each document is, for both models
     documents = {}
     for model, gain in (("delta_net-340m", 0.0), ("osdn-340m", 0.1)):
         losses = (hard - gain + generator.normal(0, 0.1, n)) * words
@@ -99,7 +99,7 @@ def test_differences_have_the_errors_of_paired_documents(tmp_path):
     assert scores["recall_repeated"].error == pytest.approx(1 / math.sqrt(3))  # by itself it is not paired
 
 
-def test_the_best_of_a_block_is_bold_ties_too_and_alone_nothing_is(results):
+def test_the_best_of_a_block_is_bold_including_ties_but_not_a_single_model(results):
     table = paper_table(only(results), RECALL)
     base, osdn, mine = (cells(table, label) for label in ("DeltaNet 340M", "OSDN 340M", "mine"))
     assert (base["fda_twice"].best, osdn["fda_twice"].best, mine["fda_twice"].best) == (False, True, False)
@@ -110,7 +110,7 @@ def test_the_best_of_a_block_is_bold_ties_too_and_alone_nothing_is(results):
     assert not cells(main, "DeltaNet 340M")["lm_ppl"].best
 
 
-def test_the_paper_stands_below_its_models_and_no_others(results):
+def test_the_papers_figures_are_below_its_own_models_only(results):
     table = paper_table(only(results), RECALL)
     labels = [row.label for row in table.rows]
     assert labels == ["DeltaNet 340M", "the paper's", "OSDN 340M", "the paper's", "mine"]
@@ -119,7 +119,7 @@ def test_the_paper_stands_below_its_models_and_no_others(results):
     assert [row.rule for row in table.rows] == [True, False, False, False, True]
 
 
-def test_a_limit_makes_a_table_of_its_own(tmp_path):
+def test_results_with_a_limit_get_a_separate_table(tmp_path):
     save_evaluation(tmp_path / "full", "osdn-340m", {"fda": 0.3})
     save_evaluation(tmp_path / "first", "osdn-340m", {"fda": 0.9}, protocol={"limit": 10})
     found = tables(compare(read_results([tmp_path])), [RECALL])
@@ -127,7 +127,7 @@ def test_a_limit_makes_a_table_of_its_own(tmp_path):
     assert [value(table, "OSDN 340M", "fda") for table in found] == [0.3, 0.9]
 
 
-def test_other_data_makes_a_column_of_its_own_and_no_average_mixes_them(tmp_path):
+def test_other_data_gets_a_separate_column_and_no_average_mixes_the_two(tmp_path):
     recall = {"fda": 0.3, "swde": 0.3, "squad": 0.3}
     save_evaluation(tmp_path, "osdn-340m", recall)
     save_evaluation(tmp_path, "delta_net-340m", recall)
@@ -141,7 +141,7 @@ def test_other_data_makes_a_column_of_its_own_and_no_average_mixes_them(tmp_path
     assert "elsewhere, test, 3 documents" in table.note
 
 
-def test_books_are_not_called_pg19_without_a_word(tmp_path):
+def test_other_books_are_not_labelled_pg19(tmp_path):
     scores = dict.fromkeys((*BUCKETS, "pg19_ppl"), 9.0)
     save_evaluation(tmp_path, "osdn-340m", scores, data={"source": "stdlib"})
     table = paper_table(only(tmp_path), PG19)
@@ -153,12 +153,12 @@ def test_books_are_not_called_pg19_without_a_word(tmp_path):
     assert paper_table(only(tmp_path), MAIN).head == ["PG-19 ↓"]
 
 
-def test_cut_prompts_are_counted_below_the_table(tmp_path):
+def test_truncated_prompts_are_counted_in_the_note(tmp_path):
     save_evaluation(tmp_path, "osdn-340m", {"fda": 0.1}, truncated={"prompts": 7, "tokens": 9})
-    assert "OSDN 340M: 7 prompts were cut." in paper_table(only(tmp_path), RECALL).note
+    assert "OSDN 340M: 7 prompts were truncated." in paper_table(only(tmp_path), RECALL).note
 
 
-def test_two_checkpoints_of_one_name_are_told_apart(tmp_path):
+def test_two_checkpoints_with_the_same_name_get_different_labels(tmp_path):
     for place, weights in (("a", "1"), ("b", "2"), ("b", "3")):
         model = replace(identity("osdn-340m", weights), checkpoint=place)
         save_evaluation(tmp_path / f"{place}{weights}", model, {"piqa": 0.5})
@@ -166,13 +166,13 @@ def test_two_checkpoints_of_one_name_are_told_apart(tmp_path):
     assert sorted(labels) == ["OSDN 340M (a)", "OSDN 340M (b, 2)", "OSDN 340M (b, 3)"]
 
 
-def test_the_same_weights_from_another_place_are_the_same_model(tmp_path):
+def test_the_same_weights_in_another_place_are_the_same_model(tmp_path):
     save_evaluation(tmp_path / "a", replace(identity("osdn-340m"), checkpoint="a"), {"piqa": 0.5})
     save_evaluation(tmp_path / "b", replace(identity("osdn-340m"), checkpoint="b"), {"fda": 0.5})
     assert [model.label for model in only(tmp_path).models] == ["OSDN 340M"]
 
 
-def test_ablations_stand_beside_their_own_baseline_at_any_size(tmp_path):
+def test_ablations_are_compared_with_the_baseline_of_their_size(tmp_path):
     for size, loss in (("tiny", 2.0), ("340m", 1.0)):
         base = identity(f"delta_net-{size}")
         ablation = replace(base, model=f"osdn-d0-{size}", preset=None, baseline=False, weights=size)
@@ -186,7 +186,7 @@ def test_ablations_stand_beside_their_own_baseline_at_any_size(tmp_path):
     assert changes == [pytest.approx(math.log(6 / 9))] * 2
 
 
-def test_markdown_and_latex_say_the_same(results):
+def test_markdown_and_latex_have_the_same_numbers(results):
     found = tables([only(results)])
     text = markdown(found)
     assert "| OSDN 340M | **0.200** ±0.030 | **0.300** | **0.400** | **0.300** |" in text
@@ -200,7 +200,7 @@ def test_markdown_and_latex_say_the_same(results):
     assert r"$\Delta$NLL $\downarrow$" in source
 
 
-def test_everything_is_written_and_the_csv_has_every_number(results, tmp_path):
+def test_all_files_are_written_and_the_csv_has_every_number(results, tmp_path):
     paths = write([only(results)], tmp_path / "out")
     names = {path.name for path in paths}
     assert names == {
@@ -216,7 +216,7 @@ def test_everything_is_written_and_the_csv_has_every_number(results, tmp_path):
     assert found["paper"]["value"] == "0.044"
 
 
-def test_the_command_prints_tables_and_names_what_is_wrong(results, tmp_path):
+def test_the_command_prints_tables_and_reports_bad_paths(results, tmp_path):
     done = CliRunner().invoke(app, ["compare", str(results), "--output", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     for text in ("Main results", "OSDN 340M", "the paper's", "ΔNLL", "compare.tex"):
@@ -232,14 +232,14 @@ def test_the_command_prints_tables_and_names_what_is_wrong(results, tmp_path):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda c: c["tasks"]["task"]["results"].update(fda="high"), "'high' stands where a number should"),
-        (lambda c: c.pop("tasks"), "it lacks 'tasks'"),
-        (lambda c: c.pop("weights"), "it lacks 'weights'"),
+        (lambda c: c["tasks"]["task"]["results"].update(fda="high"), "expected a number, got 'high'"),
+        (lambda c: c.pop("tasks"), "'tasks' is missing"),
+        (lambda c: c.pop("weights"), "'weights' is missing"),
         (lambda c: c.update(tasks=None), "NoneType"),
-        (lambda c: c["tasks"]["task"].pop("data"), "it lacks 'data'"),
+        (lambda c: c["tasks"]["task"].pop("data"), "'data' is missing"),
     ],
 )
-def test_a_malformed_file_is_named_and_the_others_are_read(damage, reason, tmp_path):
+def test_a_malformed_file_is_reported_and_the_others_are_read(damage, reason, tmp_path):
     save_evaluation(tmp_path, "osdn-340m", {"fda": 0.25})
     broken = save_evaluation(tmp_path, "delta_net-340m", {"fda": 0.5})
     content = json.loads(broken.read_text())
@@ -256,14 +256,14 @@ def test_a_malformed_file_is_named_and_the_others_are_read(damage, reason, tmp_p
     assert "0.250" in (tmp_path / "r.html").read_text()
 
 
-def test_names_from_files_do_not_steer_the_terminal(tmp_path):
+def test_names_from_files_cannot_inject_terminal_codes(tmp_path):
     save_evaluation(tmp_path, replace(identity("mine"), model="a\x1b[2Jb"), {"fda": 0.25})
     done = CliRunner().invoke(app, ["compare", str(tmp_path), "--output", str(tmp_path / "out")])
     assert done.exit_code == 0
     assert "\x1b[2J" not in done.output
 
 
-def test_no_model_is_lost_on_a_narrow_terminal(tmp_path, monkeypatch):
+def test_a_narrow_terminal_shows_every_model(tmp_path, monkeypatch):
     for variant in NINE:
         save_evaluation(tmp_path, f"{variant}-340m", {"piqa": 0.5 + len(variant) / 1000})
     for width in (40, 60, 200):
@@ -280,18 +280,18 @@ def test_numbers_are_readable():
     assert number(123456789.0, 2) == "1.23e+08"
 
 
-def test_of_two_measurements_of_one_thing_the_newer_counts(tmp_path):
+def test_the_newer_of_two_equal_measurements_counts(tmp_path):
     for folder, score, date in (("a", 0.5, "2026-02-01"), ("b", 0.25, "2026-01-01")):
         save_evaluation(tmp_path / folder, "osdn-340m", {"fda": score}, date=date)
     assert only(tmp_path).models[0].scores["fda"] == Score(0.5)
 
 
-def test_averages_follow_from_the_newest_parts():
+def test_averages_are_computed_from_the_newest_parts():
     stale = {"wikitext_ppl": Score(4.0), "lambada_ppl": Score(9.0), "lm_ppl": Score(100.0)}
     assert derive(stale)["lm_ppl"].value == pytest.approx(6.0)
 
 
-def test_any_name_can_be_tabled_and_drawn(tmp_path):
+def test_any_model_name_works_in_tables_and_figures(tmp_path):
     names = ["a$_$x", "_hidden", "p|q", "back\\slash {brace} ^~"]
     for name in names:
         save_evaluation(

@@ -1,4 +1,4 @@
-"""The page: what it says follows from the numbers, and a browser opens it without a complaint."""
+"""The demo's page: its text follows the numbers, and a browser opens it without errors."""
 
 import shutil
 import subprocess
@@ -21,7 +21,7 @@ TASK = RecallTask(vocab_size=64, pairs=4, length=32)
 
 
 def made_up(gain):
-    """Results of both parts with this much better accuracy for the scaled models."""
+    """Results of both parts in which scaled models gain this much accuracy."""
     rng = np.random.default_rng(0)
     recall, text = [], []
     for i, _ in enumerate(VARIANTS):
@@ -56,7 +56,7 @@ def page(tmp_path_factory):
     return write_demo(tmp_path_factory.mktemp("demo") / "report.html", demo)
 
 
-def test_the_words_follow_the_numbers():
+def test_the_text_follows_the_numbers():
     paragraph = paragraphs(made_up(0.2)[1]).split("</p>")
     assert "Accuracy on recall" in paragraph[0]
     assert "OSDN is higher (+0." in paragraph[0]
@@ -74,7 +74,7 @@ def test_the_verdicts_on_the_first_screen_follow_the_numbers(page):
     assert "42 ms with online scaling, 7.9 times as fast" in first
     assert text.index("</svg>") < text.index("<h2>")  # the figure beside them
     nothing = verdict(made_up(0.0)[1]["recall"], "accuracy", "Recall")
-    assert nothing.startswith("Recall: no difference to DeltaNet that 6 seeds can show (OSDN ")
+    assert nothing.startswith("Recall: 6 seeds show no difference from DeltaNet (OSDN ")
 
 
 def test_one_seed_has_no_interval():
@@ -94,7 +94,7 @@ def test_a_difference_that_chance_explains_is_not_claimed():
     assert conclusion(paired_difference([0.6] * 6, [0.5] * 6)).startswith("is higher")
 
 
-def test_the_page_needs_no_other_file_and_is_well_formed(page):
+def test_the_page_is_self_contained_and_well_formed(page):
     class Page(HTMLParser):
         def __init__(self):
             super().__init__()
@@ -123,8 +123,8 @@ def test_the_page_needs_no_other_file_and_is_well_formed(page):
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 @pytest.mark.parametrize("width", [390, 1200])
-def test_a_browser_opens_the_page_without_errors_and_nothing_sticks_out(page, width, tmp_path):
-    # A page that reports its own width and errors: no driver to install.
+def test_a_browser_opens_the_page_without_errors_or_overflow(page, width, tmp_path):
+    # The page itself reports its width and errors, so no driver is needed.
     probe = """<script>
       addEventListener('error', e => document.title = 'error ' + e.message);
       addEventListener('load', () => { document.title += ' width ' + document.documentElement.scrollWidth; });

@@ -1,4 +1,4 @@
-"""The referee's page says what the numbers allow, and no more."""
+"""The referee's page claims what the numbers support, and no more."""
 
 import numpy as np
 import pytest
@@ -9,13 +9,13 @@ from tests.results.files import referee_content as content
 from tests.results.files import referee_row as row
 
 
-def test_nothing_is_the_first_sentence_when_nothing_was_found():
+def test_the_first_sentence_says_so_if_nothing_was_found():
     first, *rest = verdicts(content({("text", "osdn", 1.0): (0.3, 0.06)}))
-    assert first.startswith("With all of its budget nothing beats the tuned plain delta rule (6 comparisons")
+    assert first.startswith("With the full budget, nothing beats the tuned plain delta rule (6 comparisons")
     assert rest == ["Nothing is measurably worse either."]
 
 
-def test_holding_more_learning_faster_and_worse_are_told_apart():
+def test_holding_more_learning_faster_and_being_worse_are_distinguished():
     effects = {
         ("capacity", "osdn-newton", 1.0): (0.2, 0.01),
         ("capacity", "osdn-newton", 0.25): (0.3, 0.01),
@@ -35,11 +35,11 @@ def test_holding_more_learning_faster_and_worse_are_told_apart():
     ("mean", "adjusted", "spread", "expected"),
     [(0.1, 0.04, 0.02, True), (0.1, 0.06, 0.02, False), (0.1, 0.04, 0.2, False), (0.1, np.nan, 0.02, False)],
 )
-def test_a_difference_needs_the_corrected_test_and_the_interval(mean, adjusted, spread, expected):
+def test_significance_needs_the_corrected_test_and_the_interval(mean, adjusted, spread, expected):
     assert significant(row("text", "osdn", 1.0, mean, adjusted, spread)) == expected
 
 
-def test_the_table_marks_what_is_sure_and_what_was_before_the_correction():
+def test_the_table_marks_significance_after_and_before_the_correction():
     table = difference_table(
         content({("text", "osdn", 1.0): (0.1, 0.01), ("capacity", "osdn", 1.0): (-0.1, 0.1)}), 1.0
     )

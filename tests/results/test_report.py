@@ -1,4 +1,4 @@
-"""The report: what it finds, what it leaves out, its headline, and a browser's view."""
+"""The report: what it shows, what it leaves out, its headline, and how a browser renders it."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from tests.results.files import identity, referee_content, save_evaluation, save
 
 
 class Cells(HTMLParser):
-    """Tables as {title: {row: [cells]}} and {title: heads}; a cell is without its error."""
+    """Tables as {title: {row: [cells]}} and {title: column titles}; cells are without their errors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Cells(HTMLParser):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Some results of every kind, scattered over folders."""
+    """Results of every kind, spread over several folders."""
     folder = tmp_path_factory.mktemp("runs")
     result = diagnose(make("osdn-apf"), [Prompt("fda_twice", tokens(40), 20)])
     about = {"data": {"source": "fda_twice", "documents": 1, "digest": "p"}, "protocol": {"length": 2048}}
@@ -121,7 +121,7 @@ def page(store, tmp_path_factory):
     return write_report(store, tmp_path_factory.mktemp("page") / "report.html")
 
 
-def test_columns_that_follow_from_others(page):
+def test_derived_columns(page):
     tables = Cells(page.read_text()).tables
     assert tables["Language-model perplexity"]["OSDN 340M"][:2] == ["18.00", "1.00e+25"]
     assert (
@@ -136,7 +136,7 @@ def test_columns_that_follow_from_others(page):
     assert tables["Mechanism diagnostic"]["the paper's"][0] == "0.425"
 
 
-def test_only_what_has_results_is_shown_unless_all_is_asked_for(store, page, tmp_path):
+def test_only_models_with_results_are_shown_unless_everything_is_requested(store, page, tmp_path):
     found = Cells(page.read_text()).tables
     assert "DeltaNet 1.3B" not in found["Main results"]
     assert "LongBench" not in found
@@ -161,7 +161,7 @@ def test_a_limited_run_does_not_replace_a_full_one(page):
     assert tables["In-context recall (limit 3)"] == {"OSDN 340M": ["0.900"], "the paper's": ["0.044"]}
 
 
-def test_the_headline_tells_what_was_found(page):
+def test_the_headline_states_the_findings(page):
     text = page.read_text()
     head = text[text.index('class="verdicts"') : text.index("</ul>")]
     assert "OSDN 340M against DeltaNet 340M: repeated recall +0.100 ± 0.008 (better)" in head
@@ -172,20 +172,20 @@ def test_the_headline_tells_what_was_found(page):
     )
 
 
-def test_two_experiments_of_the_lab_have_different_titles(page):
+def test_two_lab_experiments_have_different_titles(page):
     titles = re.findall("<h2>(Lab: .*?)</h2>", page.read_text())
     assert len(titles) == len(set(titles)) == 2
     assert {"recall sizes, 6 seeds", "other sizes, 6 seeds"} <= Cells(page.read_text()).tables.keys()
 
 
-def test_the_referees_verdict_and_table_are_those_of_its_own_page(tmp_path):
+def test_the_referees_verdict_and_table_match_its_own_page(tmp_path):
     content = referee_content({("capacity", "osdn-newton", 1.0): (0.2, 0.01)})
     save_json(tmp_path / "referee" / "referee.json", content)
     store = read_results([tmp_path])
     text = write_report(store, tmp_path / "report.html").read_text()
     head = text[text.index('class="verdicts"') : text.index("</ul>")]
     assert f"The referee: {verdicts(content)[0]}" in unescape(head)
-    shown = Cells(text).tables["After all of the budget"]
+    shown = Cells(text).tables["After the full budget"]
     assert shown["OSDN-Newton"] == ["★ +0.200", "+0.000"]
     assert len(shown) == len(content["parameters"])
     assert not store.unreadable
@@ -196,12 +196,12 @@ def test_the_referees_verdict_and_table_are_those_of_its_own_page(tmp_path):
     [
         (lambda c: c["rows"].pop(3), "has no result in"),
         (lambda c: c["rows"][1]["difference"].pop("low"), "low"),
-        (lambda c: c["rows"][1].update(adjusted="0.1"), "stands where a number should"),
+        (lambda c: c["rows"][1].update(adjusted="0.1"), "expected a number, got '0.1'"),
         (lambda c: c.update(rows=[]), "no contestant has no result"),
         (lambda c: c.update(kind="write-gate"), "group"),
     ],
 )
-def test_half_a_result_of_the_referee_is_named_and_left_out(tmp_path, damage, why):
+def test_an_incomplete_referee_result_is_reported_and_left_out(tmp_path, damage, why):
     content = referee_content({})
     damage(content)
     file = save_json(tmp_path / "referee.json", content)
@@ -210,7 +210,7 @@ def test_half_a_result_of_the_referee_is_named_and_left_out(tmp_path, damage, wh
     write_report(store, tmp_path / "report.html")
 
 
-def test_times_of_operators_on_a_cpu_and_a_gpu(page):
+def test_operator_times_on_a_cpu_and_a_gpu(page):
     tables = Cells(page.read_text()).tables
     gpu = {"osdn, triton": ["2.000", "2.100", "1.500"], "a peer": ["3.000", "4.000", ""]}
     assert tables["forward on gpu"] == gpu
@@ -218,7 +218,7 @@ def test_times_of_operators_on_a_cpu_and_a_gpu(page):
     assert "<h2>Operators: A GPU</h2>" in page.read_text()
 
 
-def test_every_file_is_listed_with_what_it_measured_and_a_link(store, page):
+def test_every_file_is_listed_with_its_contents_and_a_link(store, page):
     read = Cells(page.read_text()).tables["What was read"]
     assert len(read) == len(store.files) == 13
     limited = next(cells for name, cells in read.items() if name.endswith("first/osdn-340m.json"))
@@ -226,7 +226,7 @@ def test_every_file_is_listed_with_what_it_measured_and_a_link(store, page):
     assert f'href="{next(name for name in read if name.endswith("diagnosis.json"))}"' in page.read_text()
 
 
-def test_an_absurd_value_does_not_decide_an_axis(tmp_path):
+def test_an_absurd_value_does_not_stretch_the_axis(tmp_path):
     save_evaluation(tmp_path, "osdn-340m", {"wikitext_ppl": 1e25, "lambada_ppl": 1e25, "pg19_ppl": 20.0})
     save_evaluation(tmp_path, "delta_net-340m", {"wikitext_ppl": 9.0, "lambada_ppl": 16.0})
     [found] = compare(read_results([tmp_path]))
@@ -237,7 +237,7 @@ def test_an_absurd_value_does_not_decide_an_axis(tmp_path):
     assert any("1.0e+25, not drawn" in text.get_text() for text in axes.texts)
 
 
-def test_a_model_that_was_trained_twice_is_in_no_row_twice(tmp_path):
+def test_a_model_that_was_trained_twice_gets_two_labels(tmp_path):
     model = identity("osdn-tiny")
     for place in ("a", "b"):
         save_evaluation(tmp_path / place, replace(model, checkpoint=place, weights=place), {"fda": 0.5})
@@ -245,7 +245,7 @@ def test_a_model_that_was_trained_twice_is_in_no_row_twice(tmp_path):
     assert sorted(labels) == ["OSDN tiny (a)", "OSDN tiny (b)"]
 
 
-def test_the_command_reads_folders_and_says_what_is_not_there(runs, tmp_path):
+def test_the_command_reads_folders_and_reports_missing_ones(runs, tmp_path):
     out = tmp_path / "r.html"
     done = CliRunner().invoke(app, ["report", str(runs), "--output", str(out)])
     assert done.exit_code == 0, done.output
@@ -257,7 +257,7 @@ def test_the_command_reads_folders_and_says_what_is_not_there(runs, tmp_path):
         assert words in done.output
 
 
-def test_the_papers_order(page):
+def test_sections_are_in_the_papers_order(page):
     titles = re.findall("<h2>(.*?)</h2>", page.read_text())
     paper = [spec.title for spec in TABLES if spec.title in titles]
     assert titles[: len(paper)] == paper
@@ -266,7 +266,7 @@ def test_the_papers_order(page):
 
 @pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium with chromedriver")
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-def test_a_browser_shows_it_without_a_complaint(page, tmp_path, width, height):
+def test_a_browser_shows_the_page_without_errors_or_overflow(page, tmp_path, width, height):
     with browser(tmp_path / "profile", width, height) as b:
         b.open(page)
         assert b.run("return document.querySelectorAll('svg').length") >= 5

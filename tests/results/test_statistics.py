@@ -1,4 +1,4 @@
-"""Intervals and tests against enumeration and known coverage."""
+"""Intervals and significance tests against enumeration and known coverage."""
 
 import math
 from itertools import product
@@ -19,13 +19,13 @@ def test_bootstrap_of_four_values_matches_all_resamples():
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
 
 
-def test_intervals_cover_the_mean_about_as_often_as_they_say():
+def test_intervals_have_about_their_nominal_coverage():
     rng = np.random.default_rng(1)
     covered = sum(e.low <= 2.0 <= e.high for e in (estimate(rng.normal(2.0, 1.0, 30)) for _ in range(300)))
     assert 0.89 <= covered / 300 <= 0.98
 
 
-def test_pairing_removes_what_seeds_share():
+def test_pairing_removes_variation_shared_by_seeds():
     rng = np.random.default_rng(2)
     seeds = rng.normal(0, 10, 6)
     found = paired_difference(seeds + 0.5 + rng.normal(0, 0.01, 6), seeds)
@@ -42,13 +42,13 @@ def test_three_agreeing_seeds_are_not_enough():
     assert not found.seen
 
 
-def test_p_values_of_no_effect_are_rarely_small():
+def test_p_values_are_rarely_small_without_an_effect():
     rng = np.random.default_rng(3)
     p = [paired_difference(rng.normal(size=8), rng.normal(size=8)).p_value for _ in range(400)]
     assert 0.02 <= np.mean(np.array(p) <= 0.05) <= 0.08
 
 
-def test_many_seeds_have_no_probability_of_zero_and_no_number_none_at_all():
+def test_p_values_are_never_zero_and_are_nan_for_values_that_are_not_finite():
     assert paired_difference([1.0] * 20, [0.0] * 20).p_value == 1 / 10_001
     found = paired_difference([1.0, np.nan, 2.0], [0.0] * 3)
     assert np.isnan(found.p_value)
@@ -64,7 +64,7 @@ def test_many_seeds_have_no_probability_of_zero_and_no_number_none_at_all():
         ([2.0, 4.0], 0.2048),  # one degree of freedom: the Cauchy distribution
     ],
 )
-def test_the_t_test_agrees_with_tables(differences, expected):
+def test_the_t_test_agrees_with_published_tables(differences, expected):
     assert t_test(differences, [0.0] * len(differences)) == pytest.approx(expected, abs=2e-4)
     assert t_test([-x for x in differences], [0.0] * len(differences)) == pytest.approx(expected, abs=2e-4)
 
@@ -76,7 +76,7 @@ def test_the_t_test_without_spread():
     assert math.isnan(t_test([math.nan, 0.5], [0.5, 0.5]))
 
 
-def test_equals_are_told_apart_by_the_t_test_as_often_as_it_says():
+def test_the_t_test_rejects_equal_means_at_its_nominal_rate():
     draws = np.random.default_rng(0).normal(size=(4000, 6))
     found = np.mean([t_test(row, np.zeros(6)) <= 0.05 for row in draws[:800]])
     assert abs(found - 0.05) < 4 * (0.05 * 0.95 / 800) ** 0.5

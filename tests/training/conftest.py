@@ -1,4 +1,4 @@
-"""A small run: a model of 150,000 parameters on documents of made-up words."""
+"""A small run: a model with 150,000 parameters and documents of made-up words."""
 
 import json
 import os
@@ -51,13 +51,13 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(autouse=True, scope="session")
 def dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Data sets are cached beside the other temporary files, and arithmetic has one order."""
+    """Cache data sets with the other temporary files, and make arithmetic deterministic."""
     import datasets
 
     cache = tmp_path_factory.mktemp("datasets")
     before, threads = datasets.config.HF_DATASETS_CACHE, torch.get_num_threads()
     datasets.config.HF_DATASETS_CACHE = cache
-    os.environ["HF_DATASETS_CACHE"] = str(cache)  # of the processes that tests start
+    os.environ["HF_DATASETS_CACHE"] = str(cache)  # for the processes that tests start
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
@@ -80,7 +80,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write_config(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
-    """Writes the config of the small run into a file; sections given as keywords replace some of its keys."""
+    """Writes the config of the small run to a file; keyword arguments replace keys of its sections."""
 
     def write(run: str = "run", **sections: Any) -> Path:
         content = {"output_dir": str(tmp_path / run)} | {
@@ -96,7 +96,7 @@ def write_config(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
 
 
 def start(config: Path, *replacements: str, processes: int = 1) -> subprocess.Popen[str]:
-    """`osdn train` in processes of its own, on one thread each, as the tests run."""
+    """Start `osdn train` in separate processes with one thread each, like the tests."""
     launcher = [sys.executable, "-m"]
     if processes > 1:
         launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]

@@ -1,4 +1,4 @@
-"""Checkpoints that were made to do harm, with checksums that are right."""
+"""Malicious checkpoints with valid checksums."""
 
 import io
 import os
@@ -12,7 +12,7 @@ from osdn.training.checkpoints import MANIFEST, publish
 
 
 class Evil:
-    """Unpickling it makes a directory: proof that a file ran code."""
+    """Unpickling it creates a directory, which proves that a file ran code."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof
@@ -22,18 +22,18 @@ class Evil:
 
 
 def sign(checkpoint: Path) -> None:
-    """Write the manifest of whatever the checkpoint holds now."""
+    """Write a manifest for the checkpoint's current contents."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     publish(checkpoint.rename(checkpoint.with_name("unsigned")), checkpoint)
 
 
 def save_shards(folder: Path, state: dict) -> None:
-    """What FSDP2 writes, by one process."""
+    """Write what FSDP2 writes, from one process."""
     dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
 def poison(file: Path, proof: Path) -> None:
-    """Make a file run code when it is unpickled: a tensor or the values in it if it holds shards."""
+    """Make a file run code when it is unpickled; in a file of shards, its tensors or values do."""
     if file.suffix == ".distcp":
         _poison_entries(file, proof)
     elif file.name == ".metadata":

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, damage is found, and nothing in them is run."""
+"""Checkpoints: complete or absent, damage is detected, and no code from them is run."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ def make(run, step, sharded=True):
     return run / f"checkpoint-{step}"
 
 
-def test_the_newest_checkpoint_is_found_and_old_ones_go(tmp_path):
+def test_the_newest_checkpoint_is_found_and_old_ones_are_removed(tmp_path):
     assert checkpoints.newest_good(tmp_path) is None
     for step in (9, 10, 100):
         make(tmp_path, step)
@@ -52,7 +52,7 @@ def test_the_newest_checkpoint_is_found_and_old_ones_go(tmp_path):
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer_0/.metadata", "manifest.json"])
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove", "empty"])
-def test_any_damage_is_found_told_and_the_one_before_is_used(tmp_path, caplog, file, how):
+def test_any_damage_is_reported_and_the_previous_checkpoint_is_used(tmp_path, caplog, file, how):
     sharded = "optimizer_0" in file
     make(tmp_path, 1, sharded)
     path = make(tmp_path, 2, sharded) / file
@@ -65,12 +65,12 @@ def test_any_damage_is_found_told_and_the_one_before_is_used(tmp_path, caplog, f
     with caplog.at_level(logging.WARNING):
         assert checkpoints.newest_good(tmp_path).name == "checkpoint-1"
     assert "checkpoint-2 is damaged" in caplog.text
-    make(tmp_path, 2, sharded)  # the run comes to this step again
+    make(tmp_path, 2, sharded)  # the run reaches this step again
     assert checkpoints.newest_good(tmp_path).name == "checkpoint-2"
 
 
 @pytest.mark.parametrize("left", [{}, {"config.json"}, [], None])
-def test_a_manifest_that_lists_too_little_is_damage(tmp_path, left):
+def test_an_incomplete_manifest_counts_as_damage(tmp_path, left):
     checkpoint = make(tmp_path, 1)
     listed = json.loads((checkpoint / "manifest.json").read_text())
     content = {name: listed[name] for name in left} if isinstance(left, set) else left
@@ -79,7 +79,7 @@ def test_a_manifest_that_lists_too_little_is_damage(tmp_path, left):
 
 
 @pytest.mark.parametrize("file", ["config.json", "position.json", "scheduler.pt", "optimizer.pt"])
-def test_every_file_that_is_needed_must_be_listed(tmp_path, file):
+def test_the_manifest_must_list_every_required_file(tmp_path, file):
     checkpoint = make(tmp_path, 1, sharded=False)
     (checkpoint / file).unlink()
     sign(checkpoint)
@@ -87,10 +87,10 @@ def test_every_file_that_is_needed_must_be_listed(tmp_path, file):
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "pipe"])
-def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(tmp_path, name):
+def test_a_manifest_cannot_name_files_outside_the_checkpoint(tmp_path, name):
     checkpoint = make(tmp_path, 1)
     (tmp_path / "secret").write_text("x")
-    os.mkfifo(checkpoint / "pipe")  # reading it would wait for ever
+    os.mkfifo(checkpoint / "pipe")  # reading it would block forever
     listed = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps({**listed, name: "0"}))
     assert checkpoints.damage(checkpoint) == f"{name} is missing"
@@ -105,10 +105,10 @@ def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(tmp_path, name):
         f"{checkpoints.SHARDS}/.metadata",
         f"{checkpoints.SHARDS}/__0_0.distcp",  # tensors
         f"{checkpoints.OPTIMIZER_SHARDS}/.metadata",
-        f"{checkpoints.OPTIMIZER_SHARDS}/__0_0.distcp",  # numbers as well
+        f"{checkpoints.OPTIMIZER_SHARDS}/__0_0.distcp",  # tensors and numbers
     ],
 )
-def test_a_file_that_would_run_code_is_damage_and_is_not_run(tmp_path, file, caplog):
+def test_a_file_that_would_run_code_counts_as_damage_and_is_not_run(tmp_path, file, caplog):
     make(tmp_path, 1)
     checkpoint, proof = make(tmp_path, 2), tmp_path / "proof"
     poison(checkpoint / file, proof)
@@ -124,7 +124,7 @@ def test_a_file_that_would_run_code_is_damage_and_is_not_run(tmp_path, file, cap
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("state", [{"rate": 0.5}, {"m": torch.ones(3)}], ids=["number", "tensor"])
-def test_shards_that_were_not_checked_are_not_run_either(tmp_path, file, state):
+def test_code_in_unchecked_shards_is_not_run_either(tmp_path, file, state):
     save_shards(tmp_path / "shards", state)
     poison(tmp_path / "shards" / file, tmp_path / "proof")
     with pytest.raises(ValueError, match="cannot be read"):
@@ -133,7 +133,7 @@ def test_shards_that_were_not_checked_are_not_run_either(tmp_path, file, state):
 
 
 def test_poison_works_on_a_reader_that_runs_code(tmp_path):
-    """Else the tests above would prove nothing."""
+    """Otherwise the tests above would prove nothing."""
     save_shards(tmp_path / "shards", {"rate": 0.5})
     poison(tmp_path / "shards" / "__0_0.distcp", tmp_path / "first")
     torch.distributed.checkpoint.load({"rate": 0.5}, checkpoint_id=tmp_path / "shards", no_dist=True)
@@ -157,18 +157,18 @@ def test_an_index_cannot_change_the_classes_it_names(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["../outside.distcp", "/etc/hostname"])
-def test_shards_lie_beside_their_index(tmp_path, path):
+def test_shards_must_be_in_the_folder_of_their_index(tmp_path, path):
     save_shards(tmp_path / "shards", {"rate": 0.5})
     index = pickle.loads((tmp_path / "shards" / ".metadata").read_bytes())
     for info in index.storage_data.values():
         info.relative_path = path
     (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(ValueError, match="not a file beside it"):
+    with pytest.raises(ValueError, match="which is not in the same folder"):
         shards.check_shards(tmp_path / "shards")
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_checkpoint_becomes_a_model_with_its_checksums(tmp_path, sharded):
+def test_a_checkpoint_is_converted_to_a_model_with_checksums(tmp_path, sharded):
     result = checkpoints.convert(make(tmp_path, 3, sharded), tmp_path / "model")
     torch.manual_seed(3)
     for a, b in zip(
@@ -180,15 +180,15 @@ def test_a_checkpoint_becomes_a_model_with_its_checksums(tmp_path, sharded):
     assert "model.safetensors" in checkpoints.damage(result, checkpoints.MODEL_FILES)
 
 
-def test_weights_of_another_model_are_told(tmp_path):
+def test_weights_of_another_model_are_rejected(tmp_path):
     checkpoint = make(tmp_path, 1)
     OSDNConfig.from_preset("osdn-tiny", hidden_size=64).save_pretrained(checkpoint)
     sign(checkpoint)
-    with pytest.raises(ValueError, match="does not hold a model that can be loaded"):
+    with pytest.raises(ValueError, match="does not contain a model that can be loaded"):
         checkpoints.convert(checkpoint, tmp_path / "model")
 
 
-def test_a_tokenizer_that_brings_code_is_refused_without_asking(tmp_path, monkeypatch):
+def test_a_tokenizer_with_code_is_rejected_without_asking(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda _: "y")
     checkpoint = make(tmp_path, 1)
     settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
@@ -198,21 +198,21 @@ def test_a_tokenizer_that_brings_code_is_refused_without_asking(tmp_path, monkey
         f"import os\nos.mkdir({str(tmp_path / 'proof')!r})\nclass Evil: pass\n"
     )
     sign(checkpoint)
-    with pytest.raises(ValueError, match="does not hold a model that can be loaded"):
+    with pytest.raises(ValueError, match="does not contain a model that can be loaded"):
         checkpoints.convert(checkpoint, tmp_path / "model")
     assert not (tmp_path / "proof").exists()
 
 
-def test_what_is_damaged_is_put_aside_as_often_as_need_be(tmp_path):
+def test_damaged_directories_can_be_set_aside_repeatedly(tmp_path):
     for _ in range(3):
         make(tmp_path, 1)
-        checkpoints.put_aside(tmp_path / "checkpoint-1")
+        checkpoints.set_aside(tmp_path / "checkpoint-1")
     names = {path.name for path in tmp_path.glob("damaged-*")}
     assert names == {"damaged-checkpoint-1", "damaged-checkpoint-1-2", "damaged-checkpoint-1-3"}
     assert not checkpoints.checkpoints(tmp_path)
 
 
-def test_what_is_not_a_checkpoint_is_not_converted(tmp_path):
+def test_only_intact_checkpoints_are_converted(tmp_path):
     with pytest.raises(FileNotFoundError, match="not a checkpoint"):
         checkpoints.convert(tmp_path, tmp_path / "model")
     damaged = make(tmp_path, 1, sharded=False)

@@ -1,4 +1,4 @@
-"""The commands that lead to training and from it: what they write, and what they say when they cannot."""
+"""The commands around training: what they write, and their errors."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,8 @@ def test_a_shipped_config_is_trained_by_its_name_in_an_empty_directory(corpus, t
     model = AutoModelForCausalLM.from_pretrained("runs/tiny/osdn-d0/model")
     assert model.config.run_name == "osdn-d0-tiny"
     assert model.config.preconditioner["initial_scale"] == "projected"
-    code, output = osdn("train", "runs/tiny/osdn-d0/config.yaml", "output_dir=again")  # needs no name
+    # the saved config is complete
+    code, output = osdn("train", "runs/tiny/osdn-d0/config.yaml", "output_dir=again")
     assert code == 0, output
     weights = [Path(run, "model/model.safetensors").read_bytes() for run in ("runs/tiny/osdn-d0", "again")]
     assert weights[0] == weights[1]
@@ -65,11 +66,11 @@ def test_a_shipped_config_is_trained_by_its_name_in_an_empty_directory(corpus, t
         (["plot", "missing"], "Error: missing is not the folder of a run"),
         (
             ["tokenizer", "train", "./missing", "bpe"],
-            "Error: data.source is ./missing, and there is no such file",
+            "Error: data.source is ./missing, but there is no such file",
         ),
     ],
 )
-def test_a_mistake_is_a_sentence_and_not_a_traceback(arguments, message):
+def test_errors_are_one_line_without_a_traceback(arguments, message):
     code, output = osdn(*arguments)
     assert code == 1
     assert message in output

@@ -32,7 +32,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "parquets"])
-def test_files_and_directories_are_documents(files, name, streaming):
+def test_files_and_directories_are_read_as_documents(files, name, streaming):
     data = load_source(str(files[name]), text_column="body", streaming=streaming)
     assert [row["text"] for row in data] == TEXTS
     assert list(next(iter(data))) == ["text"]
@@ -44,7 +44,7 @@ def test_a_text_file_is_one_document(files):
     assert [text for text in found if text] == [text for text in TEXTS if text]
 
 
-def test_a_source_that_is_not_there_or_not_text_is_told(files, tmp_path):
+def test_a_source_that_is_missing_or_not_text_is_reported(files, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         load_source(str(tmp_path / "missing"))
     with pytest.raises(FileNotFoundError, match="there is no such file"):
@@ -52,7 +52,7 @@ def test_a_source_that_is_not_there_or_not_text_is_told(files, tmp_path):
     with pytest.raises(ValueError, match="has the columns body, id"):
         load_source(str(files["a.parquet"]))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no files that end in"):
+    with pytest.raises(ValueError, match="has no files that end in"):
         load_source(str(tmp_path / "empty"))
     with pytest.raises(ValueError, match="several formats, json, parquet, text"):
         load_source(str(tmp_path))
@@ -62,7 +62,7 @@ def test_a_source_that_is_not_there_or_not_text_is_told(files, tmp_path):
 @pytest.mark.parametrize(("name", "content"), [
     ("a.jsonl", ""), ("a.jsonl", "\n"), ("a.json", "[]"), ("a.parquet", ""), ("a.parquet", None),
 ])  # fmt: skip
-def test_a_source_without_documents_is_told(tmp_path, name, content, streaming):
+def test_a_source_without_documents_is_reported(tmp_path, name, content, streaming):
     if content is None:
         Dataset.from_dict({"text": []}).to_parquet(tmp_path / name)
     else:
@@ -77,7 +77,7 @@ def test_a_source_without_documents_is_told(tmp_path, name, content, streaming):
 
 
 @pytest.mark.parametrize("content", ['{"text": "a"}\n{"te', "3\n4\n"])
-def test_a_source_that_cannot_be_read_is_named(tmp_path, content):
+def test_an_unreadable_source_is_reported_by_name(tmp_path, content):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(ValueError, match=r"a\.jsonl, which cannot be read as json: JSON parse error"):
         load_source(str(tmp_path / "a.jsonl"))
@@ -86,7 +86,7 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path, content):
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("value", [None, 3, ["a"]])
 @pytest.mark.parametrize("other", ["text", None])
-def test_a_document_that_is_not_text_is_told(tmp_path, value, other, streaming):
+def test_a_document_that_is_not_text_is_reported(tmp_path, value, other, streaming):
     rows = [{"text": other if other is not None else value}, {"text": value}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=r"a document is .*, which is not text"):
@@ -97,7 +97,7 @@ def test_a_document_that_is_not_text_is_told(tmp_path, value, other, streaming):
         train_tokenizer((row["text"] for row in load_source(str(tmp_path / "a.jsonl"))), 300)
 
 
-def test_the_standard_library_splits_by_file_and_always_in_the_same_way():
+def test_the_standard_library_is_split_by_file_and_reproducibly():
     train, validation = (list(itertools.islice(stdlib_documents(s), 50)) for s in ("train", "validation"))
     assert train == list(itertools.islice(stdlib_documents("train"), 50))
     assert not set(filter(None, train)) & set(filter(None, validation))
@@ -106,7 +106,7 @@ def test_the_standard_library_splits_by_file_and_always_in_the_same_way():
 
 
 @pytest.mark.parametrize("text", ["", "plain", "naïve  \n\ttext 🎈 \x00\x7f", "a<|endoftext|>b"])
-def test_bytes_are_tokens(text):
+def test_the_bytes_tokenizer_has_one_token_per_byte(text):
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     if "<|" not in text:
@@ -114,7 +114,7 @@ def test_bytes_are_tokens(text):
     assert (len(tokenizer), tokenizer.eos_token_id) == (257, 256)
 
 
-def test_a_trained_vocabulary_has_its_size_keeps_every_text_and_can_be_saved(tmp_path):
+def test_a_trained_vocabulary_has_the_right_size_is_lossless_and_can_be_saved(tmp_path):
     texts = list(itertools.islice(stdlib_documents(), 5))
     tokenizer = train_tokenizer(texts, 400)
     assert len(tokenizer) == 400
@@ -131,7 +131,7 @@ def test_a_trained_vocabulary_has_its_size_keeps_every_text_and_can_be_saved(tmp
         train_tokenizer(texts, 256)
 
 
-def test_a_tokenizer_that_is_not_there_is_told(tmp_path):
+def test_a_missing_tokenizer_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such directory"):
         load_tokenizer(str(tmp_path / "missing"))
     (tmp_path / "config.json").write_text(json.dumps({}))
@@ -139,7 +139,7 @@ def test_a_tokenizer_that_is_not_there_is_told(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_documents_are_tokenised_once_for_a_tokenizer_and_end_with_end_of_text(files):
+def test_documents_are_tokenised_once_per_tokenizer_and_end_with_end_of_text(files):
     data = load_source(str(files["a.jsonl"]), text_column="body")
     first = tokenize(data, load_tokenizer("bytes"), 100)
     assert first["input_ids"][:] == [[*text.encode(), 256] for text in TEXTS]
@@ -156,11 +156,11 @@ def test_documents_are_tokenised_once_for_a_tokenizer_and_end_with_end_of_text(f
     st.lists(st.text(st.characters(max_codepoint=127), max_size=30), min_size=1, max_size=8),
     st.integers(1, 9),
 )
-def test_pieces_are_the_documents_split_at_the_context(texts, context_len):
+def test_documents_are_split_at_the_context_length(texts, context_len):
     data = Dataset.from_dict({"text": texts}).to_iterable_dataset()
     pieces = [row["input_ids"].tolist() for row in tokenize(data, load_tokenizer("bytes"), context_len)]
     assert all(0 < len(piece) <= context_len for piece in pieces)
-    for text in texts:  # every piece but a document's last is full, and the last one ends it
+    for text in texts:  # every piece but the last of a document is full
         document = []
         while not document or document[-1] != 256:
             assert len(document) % context_len == 0

@@ -1,4 +1,4 @@
-"""Two processes over gloo do what one does, sharded or not, and their checkpoints are everyone's."""
+"""Two processes over gloo match one, sharded or not, and their checkpoints can be loaded anywhere."""
 
 import shutil
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_two_processes_follow_the_loss_curve_of_one(write_config, tmp_path, para
 
 
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp2"])
-def test_two_processes_continue_where_they_were(write_config, tmp_path, parallelism):
+def test_two_processes_resume(write_config, tmp_path, parallelism):
     config = write_config("two", training={"parallelism": parallelism})
     run_in_two_processes(config)
     run = tmp_path / "two"
@@ -71,9 +71,7 @@ def test_two_processes_continue_where_they_were(write_config, tmp_path, parallel
         assert torch.equal(before[name], after[name]), name
 
 
-def test_shards_that_would_run_code_are_not_run_and_the_checkpoint_before_them_continued(
-    write_config, tmp_path
-):
+def test_code_in_shards_is_not_run_and_the_previous_checkpoint_is_used(write_config, tmp_path):
     config = write_config("two", training={"parallelism": "fsdp2"})
     run_in_two_processes(config)
     run, proof = tmp_path / "two", tmp_path / "proof"
@@ -89,7 +87,7 @@ def test_shards_that_would_run_code_are_not_run_and_the_checkpoint_before_them_c
             assert torch.equal(before[name], after[name]), name
 
 
-def test_one_process_continues_what_two_began(write_config, tmp_path):
+def test_one_process_continues_a_run_of_two(write_config, tmp_path):
     config = write_config("two")
     run_in_two_processes(config)
     run = tmp_path / "two"
@@ -102,7 +100,7 @@ def test_one_process_continues_what_two_began(write_config, tmp_path):
         torch.testing.assert_close(before[name], after[name], rtol=1e-3, atol=3e-4)
 
 
-def test_a_sharded_checkpoint_is_not_continued_by_one_process(write_config, tmp_path):
+def test_one_process_does_not_continue_a_sharded_checkpoint(write_config, tmp_path):
     config = write_config("two", training={"parallelism": "fsdp2"})
     run_in_two_processes(config)
     shutil.rmtree(Path(tmp_path / "two" / "model"))

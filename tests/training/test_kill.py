@@ -1,4 +1,4 @@
-"""A run that is killed, at any moment, continues to the same weights, bit for bit."""
+"""A run that is killed at any moment continues to the same weights, bit for bit."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def weights(run):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, corpus):
-    """The run, never interrupted."""
+    """The uninterrupted run."""
     path = tmp_path_factory.mktemp("whole")
     content = {**CONFIG, **LONG, "output_dir": str(path / "run")}
     content["data"] = {"source": str(corpus), **CONFIG["data"]}
@@ -37,7 +37,7 @@ def whole(tmp_path_factory, corpus):
 def wait_for(condition, process):
     while not condition():
         if process.poll() is not None:
-            pytest.fail(f"it ended before it could be stopped:\n{process.stdout.read()}")
+            pytest.fail(f"the run ended before it could be stopped:\n{process.stdout.read()}")
         time.sleep(0.0005)
 
 
@@ -45,7 +45,7 @@ def writing(run):
     return list(run.glob(".writing/checkpoint-*/*"))
 
 
-def test_killed_while_writing_a_checkpoint_and_continued(write_config, whole, tmp_path):
+def test_a_run_killed_while_writing_a_checkpoint_continues(write_config, whole, tmp_path):
     config, run = write_config("killed", **LONG), tmp_path / "killed"
     process = start(config)
     wait_for(lambda: checkpoints.checkpoints(run) and writing(run), process)
@@ -74,13 +74,13 @@ def test_sigterm_saves_and_exits_and_the_run_continues(write_config, whole, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_again_and_again_at_random_moments(write_config, whole, tmp_path, seed):
+def test_a_run_killed_repeatedly_at_random_moments_continues(write_config, whole, tmp_path, seed):
     generator = random.Random(seed)
     config, run = write_config("killed", **LONG), tmp_path / "killed"
     kills, done = 0, 0
     while True:
         process = start(config)
-        # every fourth kill comes while it is still loading, the others anywhere in the next few steps
+        # every fourth kill happens during loading, the others anywhere in the next few steps
         goal = 0 if kills % 4 == 3 else done + generator.randint(1, 7)
         while process.poll() is None and _last_step(run) < goal:
             time.sleep(0.001)

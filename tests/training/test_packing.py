@@ -1,4 +1,4 @@
-"""Packing: every token once, the same rows whatever the number of devices, no state over a boundary."""
+"""Packing: every token once, the same rows for any number of devices, no state across boundaries."""
 
 from itertools import islice, pairwise
 
@@ -31,7 +31,7 @@ sizes = st.integers(1, 17)
 
 
 @given(lengths, sizes)
-def test_every_token_is_used_once_an_epoch_and_no_sequence_spans_two_pieces(lengths, seq_len):
+def test_every_token_is_used_once_per_epoch_and_no_sequence_spans_two_pieces(lengths, seq_len):
     pieces = Fixed(lengths)
     epoch = np.concatenate(list(pieces.read(0, 0)))
     rows = list(islice(PackedRows(pieces, seq_len), len(epoch) // seq_len))
@@ -60,7 +60,7 @@ def test_a_step_reads_the_same_rows_on_any_number_of_devices(lengths, seq_len, r
         assert torch.equal(a["input_ids"], b["input_ids"])
         assert torch.equal(a["cu_seqlens"], b["cu_seqlens"])
         assert torch.equal(a["labels"], b["labels"])
-    for shard in shards:  # after a round, every device would continue from the same place
+    for shard in shards:  # after a round, every device would continue from the same position
         assert [row["position"] for row in shard] == [one[ranks - 1]["position"], one[-1]["position"]]
 
 
@@ -77,7 +77,7 @@ def test_rows_continue_from_a_saved_position(lengths, seq_len, done, ranks):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_pieces_come_in_an_order_of_the_seed_and_epoch_and_can_be_skipped(streaming):
+def test_the_order_of_pieces_depends_on_seed_and_epoch_and_pieces_can_be_skipped(streaming):
     data = Dataset.from_dict({"text": [f"document {i}" * (i % 5) for i in range(700)]})
     data = data.to_iterable_dataset(num_shards=3) if streaming else data
     tokenizer = load_tokenizer("bytes")
@@ -105,10 +105,10 @@ def test_held_out_rows_are_the_first_tokens_of_one_epoch(lengths, seq_len, token
     assert all(row["input_ids"].shape == (1, seq_len) for row in rows[:-1])
 
 
-def test_the_tokens_of_a_data_set_are_counted_and_those_of_a_stream_are_not():
+def test_tokens_are_counted_for_a_data_set_but_not_for_a_stream():
     data = Dataset.from_dict({"text": ["abc", "", "de"]})
     pieces = Pieces(data, load_tokenizer("bytes"), 2, 0)
-    assert (pieces.documents, pieces.count_tokens()) == (3, 8)  # an end-of-text token each
+    assert (pieces.documents, pieces.count_tokens()) == (3, 8)  # each with an end-of-text token
     stream = Pieces(data.to_iterable_dataset(), load_tokenizer("bytes"), 2, 0)
     assert (stream.documents, stream.count_tokens()) == (None, None)
 
@@ -121,7 +121,7 @@ def test_an_empty_data_set_is_an_error_and_not_an_endless_loop():
 
 
 @pytest.mark.parametrize("variant", ["osdn-apf", "osgdn-apf", "oskda"])
-def test_a_packed_loss_and_its_gradient_are_those_of_the_pieces(variant):
+def test_a_packed_loss_and_its_gradient_match_the_separate_pieces(variant):
     torch.manual_seed(0)
     model = OSDNForCausalLM(OSDNConfig.from_preset(f"{variant}-tiny")).double()
     generator = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Runs of the small model: they learn, continue exactly, and fail with a sentence."""
+"""Runs of the small model: they learn, resume exactly, and fail with a clear message."""
 
 import errno
 import fcntl
@@ -40,7 +40,7 @@ def weights(run):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, corpus):
-    """The directory of the small run, never interrupted."""
+    """The directory of the small run, uninterrupted."""
     path = tmp_path_factory.mktemp("whole")
     content = {"output_dir": str(path / "run"), **CONFIG, "data": {"source": str(corpus), **CONFIG["data"]}}
     (path / "run.json").write_text(json.dumps(content))
@@ -57,11 +57,11 @@ def test_the_result_is_a_directory_for_from_pretrained(whole):
     assert model.config.eos_token_id == tokenizer.eos_token_id == 256
     ids = tokenizer("abc", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] <= 6
-    assert not list(whole.rglob("*.bin"))  # nothing that would have to be unpickled
+    assert not list(whole.rglob("*.bin"))  # nothing that needs unpickling
     assert not (whole / ".writing").exists() or not list((whole / ".writing").iterdir())
 
 
-def test_the_metrics_are_those_of_the_recipe(whole):
+def test_the_metrics_match_the_recipe(whole):
     lines = Metrics.read(whole)
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert [line["tokens"] for line in lines] == [192 * step for step in range(1, 13)]
@@ -77,7 +77,7 @@ def test_the_metrics_are_those_of_the_recipe(whole):
 
 
 def test_a_step_is_adamw_on_the_mean_loss_of_all_its_tokens(whole, write_config):
-    """Against a loop written out: clipped at 1, no decay on vectors, one mean over accumulated batches."""
+    """Against an explicit loop: clipping at 1, no decay on vectors, one mean over accumulated batches."""
     settings = load_settings(write_config())
     tokenizer = module.load_tokenizer("bytes")
     rows = iter(module.PackedRows(module.load_pieces(settings, tokenizer), 96))
@@ -128,7 +128,7 @@ def test_a_run_continued_from_a_checkpoint_ends_with_the_same_weights(write_conf
     train(configs["whole"])
     train(configs["again"])
     run = tmp_path / "again"
-    # as if it had been killed after step 8, while writing the next checkpoint
+    # as if the run had been killed after step 8, while writing the next checkpoint
     shutil.rmtree(run / "model")
     (run / ".writing").mkdir(exist_ok=True)
     (run / "checkpoint-12").rename(run / ".writing" / "checkpoint-12")
@@ -141,7 +141,7 @@ def test_a_run_continued_from_a_checkpoint_ends_with_the_same_weights(write_conf
     ]
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_continued(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     write_config, whole, caplog, capsys, tmp_path
 ):
     settings = load_settings(write_config())
@@ -154,8 +154,8 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_continued(
     (run / "checkpoint-12" / "optimizer.pt").write_bytes(content)
     with caplog.at_level(logging.WARNING):
         train(settings)
-    assert "checkpoint-12 is damaged (optimizer.pt is not what was written)" in caplog.text
-    assert "continues from step 8" in capsys.readouterr().err
+    assert "checkpoint-12 is damaged (optimizer.pt has changed since it was written)" in caplog.text
+    assert "continuing from step 8" in capsys.readouterr().err
     assert weights(run) == weights(whole)
 
 
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_is_damaged_again_does_not_block_the_run(write_config,
 
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_file_that_would_run_code_is_not_run_and_the_checkpoint_before_it_continued(
+def test_code_in_a_file_is_not_run_and_the_previous_checkpoint_is_used(
     write_config, whole, tmp_path, caplog, file
 ):
     run = shutil.copytree(whole, tmp_path / "run")
@@ -188,7 +188,7 @@ def test_a_file_that_would_run_code_is_not_run_and_the_checkpoint_before_it_cont
     assert not (tmp_path / "proof").exists()
 
 
-def test_a_checkpoint_that_does_not_fit_the_model_is_told(write_config, whole, tmp_path):
+def test_a_checkpoint_that_does_not_fit_the_model_is_reported(write_config, whole, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(run / "model")
     shutil.rmtree(run / "checkpoint-12")
@@ -199,7 +199,7 @@ def test_a_checkpoint_that_does_not_fit_the_model_is_told(write_config, whole, t
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
-def test_a_damaged_result_is_put_aside_and_made_again(write_config, whole, tmp_path, caplog, how):
+def test_a_damaged_result_is_set_aside_and_recreated(write_config, whole, tmp_path, caplog, how):
     run = shutil.copytree(whole, tmp_path / "run")
     file = run / "model" / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -210,16 +210,17 @@ def test_a_damaged_result_is_put_aside_and_made_again(write_config, whole, tmp_p
         file.write_bytes(content if how == "flip" else content[:-1])
     with caplog.at_level(logging.WARNING):
         train(load_settings(write_config()))
-    assert "model is damaged (model.safetensors is" in caplog.text
+    reason = "is missing" if how == "remove" else "has changed since it was written"
+    assert f"model is damaged (model.safetensors {reason})" in caplog.text
     assert weights(run) == weights(whole)
     assert (run / "damaged-model").is_dir()
 
 
-def test_a_damaged_result_without_a_checkpoint_is_told(write_config, whole, tmp_path):
+def test_a_damaged_result_without_a_checkpoint_is_reported(write_config, whole, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     for checkpoint in run.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-    train(load_settings(write_config()))  # a whole result needs no checkpoint
+    train(load_settings(write_config()))  # an intact result needs no checkpoint
     (run / "model" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"model is damaged, and there is no checkpoint to continue from"):
         train(load_settings(write_config()))
@@ -241,13 +242,13 @@ def test_a_run_is_not_continued_on_other_data(write_config, corpus, tmp_path, st
     documents.write_text(text.replace("a", "b", 1))
     with pytest.raises(ValueError, match=r"data has changed since .*checkpoint-2 was written"):
         train(settings)
-    documents.write_text(text)  # later than before, and the same
+    documents.write_text(text)  # a newer file with the same content
     train(settings)
     assert weights(run) == before
 
 
 @pytest.mark.parametrize("content", [b"", b"model: {", b"data: 3\n", b"model: {}\ndata: {}\n", b"\xff", b"7"])
-def test_a_damaged_config_is_told(write_config, whole, tmp_path, content):
+def test_a_damaged_config_is_reported(write_config, whole, tmp_path, content):
     run = shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(run / "model")
     (run / "config.yaml").write_bytes(content)
@@ -270,7 +271,7 @@ def test_damaged_metrics_do_not_stop_a_run(write_config, whole, tmp_path):
     assert [line["step"] for line in Metrics.read(run)] == list(range(1, 13))
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_silently_started_anew(write_config, tmp_path):
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_silently_restarted(write_config, tmp_path):
     settings = load_settings(write_config(training={"steps": 1}))
     train(settings)
     (tmp_path / "run" / "model").rename(tmp_path / "gone")
@@ -279,26 +280,26 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_silently_started_anew(wr
         train(settings)
 
 
-def test_a_finished_run_is_left_alone_and_another_is_not_mixed_with_it(write_config, tmp_path, caplog):
+def test_a_finished_run_is_left_alone_and_other_settings_are_rejected(write_config, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         train(load_settings(write_config(training={"steps": 2})))
     assert "warmup_steps (3) is not below training.steps (2): the learning rate never peaks" in caplog.text
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     with caplog.at_level(logging.WARNING):
         train(load_settings(write_config(training={"steps": 2}), ["logging.every=5"]))
-    assert "is finished already; a larger training.steps extends it" in caplog.text
+    assert "is already finished; a larger training.steps extends it" in caplog.text
     for change, message in (
         ({"training": {"steps": 3, "seed": 7}}, "other settings: training.seed is 42, not 7; choose"),
         ({"training": {"steps": 2}, "name": "other"}, "other settings: name is 'small', not 'other'; choose"),
         ({"training": {"steps": 2}, "validation": {"tokens": 9}}, "validation.tokens is 200, not 9"),
-        ({"training": {"steps": 1}}, r"holds a run of 2 steps; .* larger, not smaller \(1\)"),
+        ({"training": {"steps": 1}}, r"has a run of 2 steps; .* can be increased but not reduced to 1"),
     ):
         with pytest.raises(ValueError, match=message):
             train(load_settings(write_config(**change)))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
-def test_a_finished_run_can_be_extended_and_says_what_that_does_to_its_schedule(
+def test_extending_a_finished_run_warns_about_its_schedule(
     write_config, whole, caplog, monkeypatch, tmp_path
 ):
     used, step_of = [], torch.optim.AdamW.step
@@ -329,19 +330,17 @@ def test_a_finished_run_can_be_extended_and_says_what_that_does_to_its_schedule(
     assert record["extensions"] == [{"at_step": 12, "to_steps": 20}]
 
     # killed after step 18, it continues the longer run to the same weights
-    before, kept = weights(run), (run / "model-12").stat().st_mtime_ns
+    before, modified = weights(run), (run / "model-12").stat().st_mtime_ns
     shutil.rmtree(run / "model")
     shutil.rmtree(run / "checkpoint-20")
     train(load_settings(run / "config.yaml"))
     assert weights(run) == before
-    assert (run / "model-12").stat().st_mtime_ns == kept
+    assert (run / "model-12").stat().st_mtime_ns == modified
     with pytest.raises(ValueError, match="a run of 20 steps"):
         train(load_settings(run / "config.yaml", ["training.steps=12"]))
 
 
-def test_a_run_extended_within_its_warm_up_is_that_of_the_larger_length(
-    write_config, whole, caplog, tmp_path
-):
+def test_a_run_extended_during_its_warm_up_equals_the_longer_run(write_config, whole, caplog, tmp_path):
     train(load_settings(write_config(training={"steps": 2})))
     with caplog.at_level(logging.WARNING):
         train(load_settings(write_config()))
@@ -350,12 +349,12 @@ def test_a_run_extended_within_its_warm_up_is_that_of_the_larger_length(
     assert json.loads((tmp_path / "run" / "training.json").read_text())["extensions"] == []
 
 
-def test_a_model_without_a_checkpoint_is_neither_extended_nor_trained_anew(write_config, tmp_path):
+def test_a_model_without_a_checkpoint_is_neither_extended_nor_retrained(write_config, tmp_path):
     train(load_settings(write_config(training={"steps": 2})))
     run = tmp_path / "run"
     before = weights(run)
     shutil.rmtree(run / "checkpoint-2")
-    with pytest.raises(ValueError, match="is there, and there is no checkpoint to continue from"):
+    with pytest.raises(ValueError, match="already exists, and there is no checkpoint to continue from"):
         train(load_settings(write_config(training={"steps": 4})))
     (run / "training.json").unlink()
     train(load_settings(write_config(training={"steps": 2})))
@@ -371,7 +370,7 @@ HELD_OUT = {
 
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory, corpus):
-    """The directory of a run with validation and diagnostics, never interrupted."""
+    """The directory of an uninterrupted run with validation and diagnostics."""
     path = tmp_path_factory.mktemp("validated")
     content = {"output_dir": str(path / "run"), **CONFIG, **HELD_OUT}
     content["data"] = {"source": str(corpus), **CONFIG["data"], **HELD_OUT["data"]}
@@ -381,7 +380,7 @@ def validated(tmp_path_factory, corpus):
     return path / "run"
 
 
-def test_validation_is_the_mean_loss_of_held_out_sequences_at_its_interval_and_at_the_end(validated, corpus):
+def test_validation_logs_the_mean_loss_of_held_out_rows_at_its_interval_and_at_the_end(validated, corpus):
     lines = Metrics.read(validated)
     found = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
     assert list(found) == [5, 10, 12]
@@ -414,7 +413,7 @@ def test_validation_does_not_disturb_training(validated, write_config, tmp_path)
     assert torch.equal(*random)
 
 
-def test_the_time_of_validation_is_not_that_of_training(write_config, monkeypatch, tmp_path):
+def test_validation_time_does_not_count_as_training_time(write_config, monkeypatch, tmp_path):
     class Clock:
         now = 0.0
 
@@ -436,7 +435,7 @@ def test_the_time_of_validation_is_not_that_of_training(write_config, monkeypatc
     assert all(0 < line["seconds"] < 10 for line in Metrics.read(tmp_path / "run"))
 
 
-def test_diagnostics_do_not_see_the_validation(validated, write_config, tmp_path):
+def test_diagnostics_do_not_see_validation_batches(validated, write_config, tmp_path):
     train(load_settings(write_config(data=HELD_OUT["data"], logging={"diagnostics_every": 5})))
     expected, found = (
         {
@@ -476,7 +475,7 @@ def test_a_split_that_cannot_be_validated_on_is_reported_before_anything_is_writ
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_records_what_was_trained_on_what(validated):
+def test_a_finished_run_records_its_model_data_and_losses(validated):
     record = json.loads((validated / "training.json").read_text())
     settings = load_settings(validated / "config.yaml")
     identity = identify(OSDNConfig.from_pretrained(validated / "model"), validated / "model")
@@ -503,7 +502,7 @@ def test_a_run_starts_with_a_header(write_config, capsys, tmp_path):
         f"run         [bold]odd in {tmp_path / 'run'}\n",
         f"{parameters:,} parameters",
         "1 × cpu\n",
-        "precision   float32: as the config says\n",
+        "precision   float32: set in the config\n",
         "split train[:80%], 48 documents, ",
         "split train[80%:], 576 tokens every 5 steps and at the end\n",
         "4 of 192 tokens: 768 tokens, 0.0",
@@ -513,11 +512,11 @@ def test_a_run_starts_with_a_header(write_config, capsys, tmp_path):
     (tmp_path / "run" / "model").rename(tmp_path / "gone")
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")
     train(load_settings(write_config(**changes, name="[bold]odd")))
-    assert "continues from step 2\n" in capsys.readouterr().err
+    assert "continuing from step 2\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("directories_can_be_locked", [True, False])
-def test_a_directory_is_trained_in_by_one_process(
+def test_only_one_process_can_train_in_a_directory(
     write_config, tmp_path, monkeypatch, directories_can_be_locked
 ):
     settings, run = load_settings(write_config(training={"steps": 2})), tmp_path / "run"
@@ -530,10 +529,10 @@ def test_a_directory_is_trained_in_by_one_process(
             lock(descriptor, how)
 
         monkeypatch.setattr(fcntl, "flock", flock)
-    with module._alone(run):
+    with module._locked(run):
         if directories_can_be_locked:
             (run / ".lock").unlink(missing_ok=True)
-        with pytest.raises(ValueError, match="run is being trained by another process"):
+        with pytest.raises(ValueError, match=r"another process is training in .*run; wait"):
             train(settings)
     train(settings)
 
@@ -547,7 +546,7 @@ def test_tied_embeddings_are_trained_saved_and_converted(write_config, tmp_path)
     assert torch.equal(model.lm_head.weight, saved)
 
 
-def test_a_result_that_was_not_written_is_made_of_the_last_checkpoint(write_config, tmp_path):
+def test_a_missing_result_is_created_from_the_last_checkpoint(write_config, tmp_path):
     settings = load_settings(write_config(training={"steps": 2}))
     train(settings)
     before = weights(tmp_path / "run")
@@ -556,7 +555,7 @@ def test_a_result_that_was_not_written_is_made_of_the_last_checkpoint(write_conf
     assert weights(tmp_path / "run") == before
 
 
-def test_how_often_to_save_may_change_on_the_way(write_config, tmp_path):
+def test_the_saving_interval_can_change_during_a_run(write_config, tmp_path):
     train(load_settings(write_config()))
     run = tmp_path / "run"
     (run / "model").rename(tmp_path / "gone")
@@ -595,7 +594,7 @@ def test_a_step_without_a_finite_gradient_changes_nothing_and_is_counted(write_c
     assert json.loads((files[3].parent / "position.json").read_text())["skipped_steps"] == 1
 
 
-def test_a_logged_loss_is_the_mean_of_the_steps_that_were_not_skipped(write_config, monkeypatch, tmp_path):
+def test_a_logged_loss_is_the_mean_over_the_steps_that_were_not_skipped(write_config, monkeypatch, tmp_path):
     compute = PackedTrainer.compute_loss
 
     def poisoned(self, *args, **kwargs):
@@ -614,14 +613,14 @@ def test_a_logged_loss_is_the_mean_of_the_steps_that_were_not_skipped(write_conf
 
 def test_too_many_skipped_steps_stop_the_run_with_the_reason(write_config, monkeypatch, tmp_path):
     poison(monkeypatch, set(range(5, 13)))
-    with pytest.raises(TrainingError, match=r"4 steps had a gradient that is not finite.*steps, 3"):
+    with pytest.raises(TrainingError, match=r"4 steps had a gradient that is not finite.*steps \(3\)"):
         train(load_settings(write_config()))
     assert (tmp_path / "run" / "checkpoint-4").exists()
     assert not (tmp_path / "run" / "model").exists()
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("tiny")])
-def test_vectors_do_not_decay_and_matrices_do(preset, write_config):
+def test_matrices_decay_and_vectors_do_not(preset, write_config):
     model = OSDNForCausalLM(OSDNConfig.from_preset(preset))
     decayed = set(PackedTrainer.get_decay_parameter_names(None, model))
     for name, p in model.named_parameters():
@@ -631,8 +630,8 @@ def test_vectors_do_not_decay_and_matrices_do(preset, write_config):
     assert kinds <= {"A_log", "dt_bias", "bias", "norm"}
 
 
-def test_a_vocabulary_that_is_too_small_is_refused_and_nothing_is_written(write_config, tmp_path):
-    with pytest.raises(ValueError, match="has 257 tokens and the model's vocabulary 100; set"):
+def test_a_vocabulary_that_is_too_small_is_rejected_and_nothing_is_written(write_config, tmp_path):
+    with pytest.raises(ValueError, match=r"has 257 tokens, but model\.vocab_size is 100; set it to 257"):
         train(load_settings(write_config(model={"vocab_size": 100})))
     assert not (tmp_path / "run").exists()
 
@@ -648,7 +647,7 @@ def test_a_vocabulary_that_is_too_small_is_refused_and_nothing_is_written(write_
         ("data", {"seq_len": 10**9, "context_len": 10}, "GB for the activations of 1,000,000,000 tokens"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused_and_nothing_is_written(
+def test_an_impossible_run_is_rejected_and_nothing_is_written(
     write_config, section, values, message, tmp_path
 ):
     sections = {section: values}
@@ -660,26 +659,26 @@ def test_a_run_that_cannot_be_is_refused_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("preset", ["osdn-apf-tiny", "osgdn-tiny", "kda-tiny"])
-def test_the_memory_of_a_row_grows_as_was_counted(preset):
-    """Against a count over a row four times as long."""
+def test_the_memory_of_a_row_grows_as_estimated(preset):
+    """Against a measurement on a row four times as long."""
     config = OSDNConfig.from_preset(preset)
     block = OSDNBlock(config, 0)
     own = {p.data_ptr() for p in block.parameters()}
-    kept = {}
+    saved = {}
 
     def keep(x):
         if x.untyped_storage().data_ptr() not in own:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         y = block(torch.randn(1, 256, config.hidden_size))
-    total = sum(storage.nbytes() for storage in kept.values())
+    total = sum(storage.nbytes() for storage in saved.values())
     assert activation_bytes(config) == pytest.approx(total / 256, rel=0.1)
     assert y.requires_grad
 
 
-def test_checkpointing_makes_a_run_fit(write_config, monkeypatch):
+def test_gradient_checkpointing_makes_a_run_fit(write_config, monkeypatch):
     config = OSDNConfig.from_preset("osdn-tiny", num_hidden_layers=40)
     plain, saving = (
         load_settings(write_config(training={"gradient_checkpointing": on}, data={"seq_len": 2**16}))
@@ -700,31 +699,31 @@ def test_gradient_checkpointing_does_not_change_the_run(whole, write_config, tmp
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_disk_without_room_is_told_and_leaves_the_checkpoints_before_it(write_config, whole, tmp_path):
+def test_a_full_disk_is_reported_and_earlier_checkpoints_survive(write_config, whole, tmp_path):
     settings = load_settings(write_config())
     save = PackedTrainer._save_checkpoint
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def full(self, *args):
-        if self.state.global_step == 8:  # from now on no file may be larger than this
+        if self.state.global_step == 8:  # from now on, limit the size of files
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
         save(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PackedTrainer, "_save_checkpoint", full)
         try:
-            with pytest.raises(TrainingError, match=r"checkpoint-8 could not be .*checkpoint-4 is whole"):
+            with pytest.raises(TrainingError, match=r"checkpoint-8 could not be .*checkpoint-4 is intact"):
                 train(settings)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert "checkpoint-8" not in names
     assert not list((tmp_path / "run" / ".writing").iterdir())
-    train(settings)  # with room again
+    train(settings)  # there is space again
     assert weights(tmp_path / "run") == weights(whole)
 
 
-def test_diagnostics_are_the_ratios_of_the_losses_before_and_after_each_write(write_config, tmp_path):
+def test_diagnostics_are_the_ratios_of_losses_before_and_after_each_write(write_config, tmp_path):
     torch.manual_seed(0)
     for preset in ("osdn-apf-tiny", "osgdn-apf-tiny", "kda-tiny"):
         config = OSDNConfig.from_preset(preset)
@@ -743,7 +742,7 @@ def test_diagnostics_are_the_ratios_of_the_losses_before_and_after_each_write(wr
 
 
 def residual_ratio(mixer: TokenMixer, x, cuts):
-    """The paper's ratio f_t(S_t) / f_t(S_{t-1}), f_t(S) = |S^T k_t - v_t|^2 / 2, token by token."""
+    """The paper's ratio f_t(S_t) / f_t(S_{t-1}), f_t(S) = |S^T k_t - v_t|^2 / 2, in a loop over tokens."""
     seen = []
     hook = mixer.recurrence.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     mixer(x, cu_seqlens=cuts)
@@ -767,7 +766,7 @@ def residual_ratio(mixer: TokenMixer, x, cuts):
     return torch.stack(ratios).mean().item()
 
 
-def test_bfloat16_on_a_cpu_learns_as_float32_does(write_config, whole, tmp_path):
+def test_bfloat16_on_a_cpu_learns_as_well_as_float32(write_config, whole, tmp_path):
     train(load_settings(write_config(training={"precision": "bfloat16"})))
     half, single = ([line["loss"] for line in Metrics.read(run)] for run in (tmp_path / "run", whole))
     assert half == pytest.approx(single, rel=0.01)
@@ -779,7 +778,7 @@ def test_bfloat16_on_a_cpu_learns_as_float32_does(write_config, whole, tmp_path)
 
 
 @pytest.mark.parametrize(("ratio", "chosen"), [(1.6, "bfloat16"), (1.05, "float32")])
-def test_the_faster_precision_is_measured_and_kept(
+def test_the_faster_precision_is_measured_once_and_kept(
     write_config, tmp_path, monkeypatch, capsys, ratio, chosen
 ):
     monkeypatch.setattr(module.bfloat16, "speedup", lambda block, x: ratio)
@@ -788,5 +787,5 @@ def test_the_faster_precision_is_measured_and_kept(
     assert f"{chosen}: bfloat16 was {ratio:.2f} times as fast" in capsys.readouterr().err
     monkeypatch.setattr(module.bfloat16, "speedup", lambda block, x: 1 / ratio)
     train(load_settings(write_config(training=changes | {"steps": 4})))
-    assert f"{chosen}: as the run began" in capsys.readouterr().err
+    assert f"{chosen}: as when the run started" in capsys.readouterr().err
     assert json.loads((tmp_path / "run" / "training.json").read_text())["precision"] == chosen

@@ -1,4 +1,4 @@
-"""Random inputs for any row, made of unconstrained leaves so that gradients can be compared."""
+"""Random inputs for any row, computed from unconstrained leaves so that gradients can be compared."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ def make_case(
     row, sizes = RECURRENCES[name], {"K": K, "V": V, "M": M}
 
     def leaf(*shape: int) -> Tensor:
-        # twice as wide as a fresh projection: gates and decays cover their range
+        # twice the spread of an untrained projection, so that gates and decays cover their range
         return (2 * torch.randn(shape, generator=generator, dtype=torch.float64)).requires_grad_()
 
     leaves = {x: leaf(*batch, T, *spec.shape(**sizes)) for x, spec in row.inputs.items()}

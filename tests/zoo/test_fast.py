@@ -16,7 +16,7 @@ def error(x, truth):
 
 
 def scan_and_differentiate(case, stepwise, start=None):
-    """Outputs, last state, and gradients in every leaf and in the state that was started from."""
+    """Outputs, last state, and gradients with respect to every leaf and the initial state."""
     o, state = case.recurrence.scan(case.inputs, case.weights, start, stepwise)
     generator = torch.Generator().manual_seed(1)
     probes = [torch.randn(x.shape, dtype=torch.float64, generator=generator) for x in (o, *state.values())]
@@ -39,7 +39,7 @@ def test_the_rivals_have_fast_forms():
 
 @fast_rows
 @pytest.mark.parametrize(("T", "batch"), [(11, (2, 3)), (70, (1, 2)), (1, (3,)), (5, ())])
-def test_a_fast_form_is_the_step_function_in_float64(name, T, batch):
+def test_a_fast_form_matches_the_step_function_in_float64(name, T, batch):
     sizes = {"K": 5, "V": 3, "M": 4}
     case = make_case(name, T=T, batch=batch or (1,), **sizes)
     if not batch:
@@ -55,7 +55,7 @@ def test_a_fast_form_is_the_step_function_in_float64(name, T, batch):
 
 
 @fast_rows
-def test_a_fast_form_in_float32_is_near_the_step_function_in_float64(name):
+def test_a_fast_form_in_float32_is_close_to_the_step_function_in_float64(name):
     case = make_case(name, T=67, K=8, V=7, batch=(2, 2))
     wanted_o, wanted_state, wanted = scan_and_differentiate(case, True)
     case.leaves = {x: a.detach().float().requires_grad_() for x, a in case.leaves.items()}
@@ -68,7 +68,7 @@ def test_a_fast_form_in_float32_is_near_the_step_function_in_float64(name):
 
 
 @fast_rows
-def test_a_fast_scan_may_be_cut_anywhere(name):
+def test_a_fast_scan_can_be_split_anywhere(name):
     case = make_case(name)
     whole, last = case.recurrence.scan(case.inputs, case.weights)
     pieces, state = [], None
@@ -80,8 +80,8 @@ def test_a_fast_scan_may_be_cut_anywhere(name):
     torch.testing.assert_close(state, last, rtol=1e-9, atol=1e-10)
 
 
-def test_combas_read_undoes_even_a_decay_that_leaves_nothing():
-    """A state that has decayed by exp(-200) is as good as gone, and what was read before the decay is not."""
+def test_comba_reads_the_state_before_even_the_strongest_decay():
+    """A decay of exp(-200) all but erases the state, but Comba reads it before the decay."""
     case = make_case("comba", T=9, batch=(1, 1))
     inputs = {x: a.detach().float() for x, a in case.inputs.items()}
     inputs["alpha"] = torch.exp(torch.linspace(-200, -0.1, 9))[None, None, :, None]
@@ -95,11 +95,11 @@ def test_combas_read_undoes_even_a_decay_that_leaves_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_eflas_step_is_exact_for_short_and_long_keys(dtype):
-    """(1 - exp(-x)) / x and its derivative, where a subtraction would lose its digits and where not."""
+    """(1 - exp(-x)) / x and its derivative, including where plain subtraction would cancel."""
     n = torch.tensor([0.0, 1e-12, 1e-6, 1e-3, 0.0099, 0.0101, 0.3, 5.0, 80.0], dtype=dtype)
     beta = torch.full_like(n, 0.7).requires_grad_()
     x = 0.7 * n.double()
-    derivative = torch.exp(-x)  # of (1 - exp(-beta n)) / n in beta
+    derivative = torch.exp(-x)  # of (1 - exp(-beta n)) / n with respect to beta
     value = torch.where(n > 0, -torch.expm1(-x) / n.double().clamp_min(1e-300), 0.7)
     found = efla_step(beta, n)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-13
@@ -108,7 +108,7 @@ def test_eflas_step_is_exact_for_short_and_long_keys(dtype):
     torch.testing.assert_close(gradient.double(), derivative, rtol=30 * tolerance, atol=1e-9)
 
 
-def test_the_mixer_takes_the_fast_form_and_can_be_told_not_to(monkeypatch):
+def test_the_mixer_uses_the_fast_form_unless_stepwise(monkeypatch):
     torch.manual_seed(0)
     fast = RecurrentMixer("comba", 12, num_heads=3)
     slow = RecurrentMixer("comba", 12, num_heads=3, stepwise=True)

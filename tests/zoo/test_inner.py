@@ -35,8 +35,8 @@ def test_longhorn_is_the_minimiser_of_its_loss():
         inner_step(INNER_OPTIMISERS["longhorn"], state, token)
 
 
-def test_retnets_decay_and_its_regulariser_are_one_thing_and_not_two():
-    """The table gives RetNet both; one step on the regularised loss decays already."""
+def test_retnets_regulariser_is_its_decay():
+    """The table gives RetNet both, but one step on the regularised loss already decays the state."""
     recurrence, state, token = state_and_token("retnet")
     after, _ = recurrence.step(state, token)
     S, gamma, row = state["S"], token["gamma"][..., None], INNER_OPTIMISERS["retnet"]

@@ -1,4 +1,4 @@
-"""A language model of any row."""
+"""Language models built on any row."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_every_block_runs_the_row():
     assert all(row.recurrence.name == "gsa" and row.sizes == {"K": 8, "V": 8, "M": 3} for row in rows)
 
 
-def test_what_a_row_cannot_do_is_refused():
+def test_caching_and_padding_are_rejected():
     model = causal_lm("gla", tiny()).eval()
     ids = torch.randint(32, (1, 4))
     with pytest.raises(ValueError, match="use_cache=False"):

@@ -1,5 +1,5 @@
-"""Every row against an independent statement of it: attention with a mask, a convolution, a solved system,
-`transformers`' code or this project's own operators."""
+"""Every row against an independent formulation: masked attention, a convolution, a solved system, the code
+of `transformers` or this project's own operators."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from osdn.ops import online_scaled_delta_rule
 from osdn.zoo import RECURRENCES
 from tests.zoo.conftest import make_case
 
-# ----------------------------------------------------------------------------------- independent statements
+# --------------------------------------------------------------------------------- independent formulations
 
 
 def survival(gates: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def longhorn(q, k, v, beta):
 
 
 def mesa_net(q, k, v, beta, gamma, Lambda):
-    """The regularised weighted least squares over the whole prefix, solved afresh at every token."""
+    """Regularised weighted least squares over the whole prefix, solved from scratch at every token."""
     weights = (survival(gamma) * beta.unsqueeze(-3))[..., 0].clamp_min(1e-300).sqrt()  # [..., t, i]
     outputs = []
     for t in range(v.shape[-2]):
@@ -137,7 +137,7 @@ def mesa_net(q, k, v, beta, gamma, Lambda):
 
 
 def efla(q, k, v, beta):
-    """The flow dS/dt = (v - S k) k' of a token, over a time beta: a matrix exponential of [S, v] jointly."""
+    """A token's flow dS/dt = (v - S k) k' for time beta, as a joint matrix exponential of [S, v]."""
     K = k.shape[-1]
     S, outputs = torch.zeros(*v.shape[:-2], v.shape[-1], K, dtype=v.dtype), []
     for t in range(v.shape[-2]):
@@ -168,7 +168,7 @@ def gdn2(q, k, v, b, w, alpha):
 
 
 def delta_product(q, k, v, beta, k2, v2, beta2, alpha):
-    """The delta rule over twice as many tokens, of which every second is read."""
+    """The delta rule over twice as many tokens, reading every second one."""
 
     def between(a, b):
         return torch.stack([a, b], -2).flatten(-3, -2)
@@ -178,7 +178,7 @@ def delta_product(q, k, v, beta, k2, v2, beta2, alpha):
     return delta(between(none, q), between(k, k2), between(v, v2), between(beta, beta2), gates)[..., 1::2, :]
 
 
-STATEMENTS = {
+FORMULATIONS = {
     "linear_attention": lambda q, k, v: (q @ k.mT).tril() @ v,
     "linear_attention-kernel": lambda q, k, v: (phi(q) @ phi(k).mT).tril() @ v,
     "linear_attention-normalised": normalised,
@@ -213,10 +213,10 @@ STATEMENTS = {
 # ---------------------------------------------------------------------------------------------- every row
 
 
-def test_forward_and_gradient_match_an_independent_statement(name):
+def test_forward_and_gradient_match_an_independent_formulation(name):
     case = make_case(name)
     o, _ = case.recurrence.scan(case.inputs, case.weights, stepwise=True)
-    expected = STATEMENTS[name](**case.inputs, **case.weights)
+    expected = FORMULATIONS[name](**case.inputs, **case.weights)
     torch.testing.assert_close(o, expected, rtol=1e-9, atol=1e-10)
 
     probe = torch.randn(o.shape, dtype=o.dtype, generator=torch.Generator().manual_seed(1))
@@ -227,7 +227,7 @@ def test_forward_and_gradient_match_an_independent_statement(name):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8, msg=lambda m, leaf=leaf: f"{leaf}: {m}")
 
 
-def test_a_step_is_differentiable_as_finite_differences_say(name):
+def test_the_gradient_of_a_step_matches_finite_differences(name):
     case = make_case(name, T=3, K=3, V=2, M=2, batch=(1, 1))
     names = list(case.leaves)
 
@@ -350,8 +350,8 @@ def test_rwkv6_as_printed_is_not_the_cited_model():
     """The table's (d * v) k' differs from the cited v (d * k)' as soon as d is not constant."""
     case = make_case("rwkv6", K=3, V=3)
     x, D = case.inputs, case.weights["D"]
-    cited = STATEMENTS["rwkv6"](**x, D=D)
-    past = STATEMENTS["rwkv6"](**x, D=torch.zeros_like(D))
+    cited = FORMULATIONS["rwkv6"](**x, D=D)
+    past = FORMULATIONS["rwkv6"](**x, D=torch.zeros_like(D))
     printed = past + D[:, None] * x["v"] * (x["k"] * x["q"]).sum(-1, keepdim=True)
     o, _ = case.recurrence.scan(x, case.weights)
     torch.testing.assert_close(o, cited)
@@ -372,7 +372,7 @@ def test_gsa_with_complementary_gates_is_the_cited_model():
 
 
 def test_longhorn_without_the_proximal_term_is_not_determined():
-    """Every S with S k = v minimises the loss the table prints, whatever the past."""
+    """Every S with S k = v minimises the printed loss, regardless of the past."""
     case = make_case("longhorn", batch=(1,), T=2)
     k, v = case.inputs["k"][0, 1], case.inputs["v"][0, 1]
     minimiser = torch.outer(v, k) / k.square().sum()

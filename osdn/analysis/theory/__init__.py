@@ -1,8 +1,8 @@
-"""The paper's theory, executable: every statement measured along runs of the operators.
+"""The paper's theory as code: every statement is measured on runs of the operators.
 
 `token_local` holds the statements about the implemented update, `population` those about its idealised limit,
-`runs` the problems and how the operators are measured on them, `suite` what `osdn theory` runs.
-`docs/theory.md` walks through them.
+`newton` those about Newton scaling; `runs` defines the problems and measures the operators on them; `suite`
+is what `osdn theory` runs.  `docs/theory.md` walks through the statements.
 """
 
 from osdn.analysis.theory.check import Check

@@ -1,7 +1,7 @@
-"""What a checked statement is: its two sides in logarithms on many problems, and the hypotheses it stands on.
+"""A checked statement: its two sides in logarithms on many problems, and the hypotheses it depends on.
 
-A check passes only if its relation holds on every problem and so does every hypothesis; a hypothesis that
-does not hold is named, whatever became of the relation.
+A check passes only if its relation and all of its hypotheses hold on every problem.  A violated hypothesis is
+reported whether or not the relation holds.
 """
 
 import math
@@ -14,19 +14,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Check:
-    """`left relation right` in logarithms, one entry a problem."""
+    """`left relation right` in logarithms, one entry per problem."""
 
     statement: str
     relation: str  # "<=", "<" or "="
     left: Tensor
     right: Tensor
     hypotheses: Mapping[str, bool] = field(default_factory=dict)
-    error: Tensor | None = None  # for "=": the relative error, where the logarithms say less than the values
+    error: Tensor | None = None  # for "=": the error, where comparing logarithms would not be sharp enough
     tolerance: float = 1e-8
 
     @property
     def holds(self) -> bool:
-        """Whether the relation holds on every problem, hypotheses aside."""
+        """Whether the relation holds on every problem, regardless of the hypotheses."""
         if self.relation == "=":
             return bool((self.errors <= self.tolerance).all())
         if self.relation == "<":
@@ -48,7 +48,7 @@ class Check:
 
     @property
     def tightness(self) -> str:
-        """How often the left side of a bound fits into the right; the largest error of an equality."""
+        """How many times the left side of a bound fits into the right; for an equality, the largest error."""
         if self.relation == "=":
             return f"±{self.errors.max():.0e}"
         slack = self.right - self.left
@@ -60,11 +60,11 @@ class Check:
     def verdict(self) -> str:
         if not self.violated:
             return "holds" if self.holds else "FAILS"
-        outcome = "holds all the same" if self.holds else "fails"
+        outcome = "holds anyway" if self.holds else "fails"
         return f"{outcome}, without: {'; '.join(self.violated)}"
 
     def summary(self) -> dict[str, object]:
-        """The check as plain numbers, for a file."""
+        """The check as plain values, for a result file."""
         sides = {"left": self.left, "right": self.right}
         return {
             "statement": self.statement,
@@ -93,5 +93,5 @@ def _range(x: Tensor) -> list[float | str]:
 
 
 def log(x: Tensor) -> Tensor:
-    """The logarithm, with minus infinity for anything that is not positive."""
+    """The logarithm; minus infinity for anything that is not positive."""
     return torch.where(x > 0, x, 0.0).log()

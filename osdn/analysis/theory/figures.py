@@ -1,4 +1,4 @@
-"""A figure for every statement, drawn from the same measurements the checks are made of."""
+"""A figure for every statement, drawn from the same measurements as the checks."""
 
 import math
 from collections.abc import Callable
@@ -19,10 +19,10 @@ BLUE, ORANGE, GREEN, GREY = "#1f77b4", "#d95f02", "#1b9e77", "0.45"
 
 
 def draw(config: Config, folder: Path) -> list[Path]:
-    """All figures into the folder, as SVG and PNG."""
+    """Draw all figures into the folder, as SVG and PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    # the salt and the missing date make the same run draw the same bytes
+    # with a fixed salt and no date, the same run draws the same bytes
     with matplotlib.rc_context(
         {"svg.hashsalt": "osdn", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
     ):
@@ -76,7 +76,7 @@ def smoothness(config: Config) -> Figure:
 
 
 def forgetting(config: Config) -> Figure:
-    """The scale by the operator and by the affine map."""
+    """The scale computed by the operator and by the affine map."""
     figure, (axes,) = _panels(1)
     p = random_problem(_generator(config), B=1, T=160, K=3, eta=0.05, backend=config.backend)
     for retention, color in ((1.0, BLUE), (0.99, GREEN), (0.95, ORANGE)):
@@ -131,7 +131,7 @@ def theorem_1(config: Config) -> Figure:
 
 
 def theorem_2(config: Config) -> Figure:
-    """Both sides of the token-local bound on many problems."""
+    """Both sides of the token-local bound, on many problems."""
     figure, (axes,) = _panels(1, width=7.0)
     generator = _generator(config)
     families = {"none": "DeltaNet", "scalar": "Gated DeltaNet", "channel": "KDA"}
@@ -215,7 +215,7 @@ def repeated_keys(config: Config) -> Figure:
 
 
 def counter_example(config: Config) -> Figure:
-    """Every token solved, the global objective not."""
+    """Every token is solved; the global objective is not."""
     figure, (axes,) = _panels(1, width=7.0)
     T = 16
     _, r = tok.counter_example(T, backend=config.backend)
@@ -224,27 +224,27 @@ def counter_example(config: Config) -> Figure:
     axes.plot(range(1, T + 1), states, color=BLUE, marker=".", label="$S_t$")
     axes.plot(range(1, T + 1), r.after.flatten() / r.before.flatten(), color=GREEN, label="$q_t$")
     axes.axhline(0, color=GREY, lw=1, ls="--", label="the best fixed $S$")
-    axes.set(xlabel="token", title="Each token solved exactly, the stream never learned")
+    axes.set(xlabel="token", title="Every token is solved exactly, the stream is never learned")
     _legend_beside(axes)
     return figure
 
 
 def decomposition(config: Config) -> Figure:
-    """What the regret is made of, in both settings."""
+    """The parts of the regret, in both settings."""
     figure, (left, right) = _panels(2)
     generator = _generator(config)
     p = random_problem(generator, B=8, beta=(0.05, 0.6), backend=config.backend)
-    _bars(left, tok.regret_decomposition(p))
+    _stacked_bars(left, tok.regret_decomposition(p))
     left.set(title="Token by token, along the operators", ylabel="regret")
     box, population = (0.5, 1.0), pop.random_population(generator, P=8)
-    _bars(right, pop.population_decomposition(pop.descend(population, 64, box=box), box))
+    _stacked_bars(right, pop.population_decomposition(pop.descend(population, 64, box=box), box))
     right.set(title="Population limit, diagonal learner")
     _legends(right)
     return figure
 
 
 def practical_step(config: Config) -> Figure:
-    """The regret of a constant step grows with T where no scale suits every token."""
+    """The regret of a constant step grows with T if no single scale suits every token."""
     figure, (axes,) = _panels(1)
     lengths = [2**i for i in range(8, 16)]
     regrets: dict[str, list[float]] = {"constant step 0.003": [], "textbook step": []}
@@ -283,7 +283,7 @@ ALTERNATING_BEST = 1.2  # minimises (1 - d)² + (1 - d/2)²
 
 
 def alternating_problem(T: int) -> Problem:
-    """One channel, k = 1, gates 1, ½, 1, ½, …, started at the best fixed scale: steps only add regret."""
+    """One channel, k = 1, gates 1, ½, 1, ½, …, starting at the best fixed scale: steps only add regret."""
     ones = torch.ones(1, T, 1, 1, dtype=torch.float64)
     beta = (0.5 + 0.5 * (torch.arange(T) % 2 == 0)).double()[None, :, None]
     v = torch.randn(T, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[None, :, None, None]
@@ -291,7 +291,7 @@ def alternating_problem(T: int) -> Problem:
     return Problem(ones, v, beta, initial_scale=scale)
 
 
-def _bars(axes: Axes, parts: tok.Decomposition) -> None:
+def _stacked_bars(axes: Axes, parts: tok.Decomposition) -> None:
     order = parts.total.argsort()
     x, base = torch.arange(len(order)), torch.zeros_like(parts.total)
     for name, color in (("diagonal", GREY), ("box", ORANGE), ("online", BLUE)):

@@ -1,4 +1,4 @@
-"""A model's own keys and gates as problems, and the statements on them."""
+"""The statements, checked on the keys and gates of a model."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -16,10 +16,10 @@ from osdn.models.checkpoints import load_model, load_tokenizer
 
 
 def problems_of(model: nn.Module, **inputs: Any) -> list[Problem]:
-    """One problem a recurrent layer, from what the layers computed in `model(**inputs)`.
+    """One problem per recurrent layer, from what the layers computed in `model(**inputs)`.
 
-    In float64 and with keys scaled to norm 1, as the theorems have them: the layers' own norm is short of 1
-    by the epsilon in its denominator.
+    Problems are in float64 and their keys are rescaled to norm 1, as the theorems assume: the layers' own
+    norms fall short of 1 because of the epsilon in the denominator.
     """
     layers = capture(model, **inputs)
     for layer in layers:
@@ -29,7 +29,7 @@ def problems_of(model: nn.Module, **inputs: Any) -> list[Problem]:
 
 
 def model_statements(problems: list[Problem]) -> list[Check]:
-    """The statements that hold whatever the keys, on a model's own."""
+    """The statements that hold for any keys, checked on a model's problems."""
     boxed = [p for p in problems if p.bounds is not None]
     return [
         merge([tok.closed_form(p) for p in problems]),
@@ -41,9 +41,9 @@ def model_statements(problems: list[Problem]) -> list[Check]:
 
 
 def statements_of(path: str | Path, sequences: int = 4, length: int = 256) -> list[Check]:
-    """The statements on the keys and gates of a saved model as it reads Python's own documentation."""
+    """The statements, checked on the keys and gates of a saved model as it reads Python's documentation."""
     tokenizer, model = load_tokenizer(path), load_model(path)
-    # runs of blanks repeat one key until its residual is rounding error, where no ratio can be measured
+    # a run of blanks repeats one key until its residual is rounding error, whose ratio cannot be measured
     text = " ".join(" ".join(topics.topics.values()).split())
     ids = tokenizer(text[: 20 * sequences * length], return_tensors="pt").input_ids
     return model_statements(

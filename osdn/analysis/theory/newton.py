@@ -1,7 +1,8 @@
-"""Newton scaling: the covariance stays between zero and its prior, no write overshoots, a ridge is solved.
+"""Newton scaling: the covariance stays between 0 and its prior, no write overshoots, and the state solves a
+ridge regression.
 
-The bounds need write strengths that are not negative and a retention of at most one; they ask nothing of the
-keys.  They are measured along runs of `newton_keys` with blocks of one, some and all channels.
+The bounds need non-negative write strengths and a retention of at most 1; the keys can be anything.  They are
+measured on runs of `newton_keys` with blocks of one, some and all channels.
 """
 
 from dataclasses import dataclass, replace
@@ -19,8 +20,8 @@ RETAINED = "nothing is forgotten"
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Keys of any length, one problem per row; the tensors of `newton_delta_rule` in float64."""
+class NewtonScalingProblem:
+    """The tensors of `newton_delta_rule` in float64, one problem per row, with keys of any norm."""
 
     q: Tensor  # [B, T, 1, K]
     k: Tensor  # [B, T, 1, K]
@@ -41,25 +42,25 @@ class Problem:
 
 def random_problem(
     generator: torch.Generator, B: int, block_size: int, T: int = 40, K: int = 6, backend: str = "auto"
-) -> Problem:
-    """Keys of lengths up to three that share a direction, write strengths up to five."""
+) -> NewtonScalingProblem:
+    """Keys of different norms that share a direction, with write strengths up to 5."""
     options: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
     q, k, v = (torch.randn(B, T, 1, n, **options) for n in (K, K, 3))
     k = 3 * torch.rand(B, T, 1, 1, **options) * (k + torch.randn(B, 1, 1, K, **options))
     beta, retention = 5 * torch.rand(B, T, 1, **options), 0.8 + 0.2 * torch.rand(B, T, 1, **options)
-    return Problem(q, k, v, beta, retention, prior=2.0, block_size=block_size, backend=backend)
+    return NewtonScalingProblem(q, k, v, beta, retention, prior=2.0, block_size=block_size, backend=backend)
 
 
-def eigenvalues(p: Problem) -> Tensor:
-    """Of the covariance after every token, [B, T, K]."""
-    P, found = None, []
+def eigenvalues(p: NewtonScalingProblem) -> Tensor:
+    """The eigenvalues of the covariance after every token, [B, T, K]."""
+    P, by_token = None, []
     for k, beta, retention in zip(p.k.split(1, 1), p.beta.split(1, 1), p.retention.split(1, 1)):
         _, P = newton_keys(k, beta, retention=retention, initial_covariance=P, **p.settings())
-        found.append(torch.linalg.eigvalsh(P).flatten(1))
-    return torch.stack(found, 1)
+        by_token.append(torch.linalg.eigvalsh(P).flatten(1))
+    return torch.stack(by_token, 1)
 
 
-def covariance_bounds(p: Problem) -> tuple[Check, Check]:
+def covariance_bounds(p: NewtonScalingProblem) -> tuple[Check, Check]:
     """0 < 1 / (1 / prior + sum_i beta_i |k_i|^2) <= P <= prior, at the token where each is tightest."""
     e = eigenvalues(p)
     seen = (p.beta * p.k.square().sum(-1))[..., 0].cumsum(1)  # [B, T]
@@ -78,16 +79,16 @@ def covariance_bounds(p: Problem) -> tuple[Check, Check]:
     )
 
 
-def no_overshoot(p: Problem) -> Check:
-    """beta <w, k> < 1: a write never takes its own error past zero."""
+def no_overshoot(p: NewtonScalingProblem) -> Check:
+    """beta <w, k> < 1: a write never takes its error past zero."""
     w, _ = newton_keys(p.k, p.beta, retention=p.retention, **p.settings())
     step = p.beta * (w * p.k).sum(-1)
     largest = step.abs().amax((1, 2))
     return Check("Newton: beta <w, k> < 1", "<", log(largest), torch.zeros_like(largest), p.hypotheses)
 
 
-def ridge_regression(p: Problem) -> Check:
-    """One block and no forgetting: the state is argmin_S sum_i beta_i |S' k_i - v_i|^2 + |S|^2 / prior."""
+def ridge_regression(p: NewtonScalingProblem) -> Check:
+    """With one block and no forgetting, S = argmin_S sum_i beta_i |S' k_i - v_i|^2 + |S|^2 / prior."""
     p = replace(p, block_size=p.k.shape[3])
     _, S, _ = newton_delta_rule(
         p.q, p.k, p.v, p.beta, retention=p.retention, output_final_state=True, **p.settings()

@@ -1,8 +1,8 @@
 """The paper's idealised setting: full-gradient steps S - grad f(S) D_t on f(S) = E|S k - v|² / 2.
 
 No operator runs this, so the dynamics are written out here, in terms of E = S - S* with S* the optimum
-nearest to S: the gradient is E Sigma and f(S) - f* = tr(E Sigma E') / 2.  All of it is homogeneous in E, so E
-is scaled to norm 1 after every step and its size kept as a logarithm: a loss of 1e-1000 is as exact as any.
+nearest to S: the gradient is E Sigma and f(S) - f* = tr(E Sigma E') / 2.  Everything is homogeneous in E, so
+E is rescaled to norm 1 after every step and its size tracked as a logarithm: even a loss of 1e-1000 is exact.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def random_population(
     rank: int | None = None,
     spread: float = 0.3,
 ) -> Population:
-    """Covariances of random keys whose directions differ in strength; `rank` below K leaves a null space."""
+    """Covariances with random eigenvectors and eigenvalues; a `rank` below K leaves a null space."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -99,10 +99,10 @@ def descend(
 ) -> Trajectory:
     """Online gradient descent on h_t: over full matrices, or over diagonal ones in a box.
 
-    The step is 1 / L and the first preconditioner I / L unless given.
+    By default the step size is 1 / L and the first preconditioner I / L.
     """
     cov, L, E = population.covariance, population.smoothness, population.start
-    nearest = cov @ population.newton  # drops what the keys never see
+    nearest = cov @ population.newton  # projects out directions that no key has
     D = torch.eye(cov.shape[-1], dtype=cov.dtype) / L[:, None, None] if first is None else first
     rate = (1 / L)[:, None, None] if eta is None else eta
     log_size = torch.zeros_like(L)
@@ -178,7 +178,7 @@ def optimal_feedback(trajectory: Trajectory) -> tuple[Check, Check]:
 def population_bound(
     trajectory: Trajectory, comparator: Tensor | None = None, regret: Tensor | None = None
 ) -> Check:
-    """Theorem 1: (f(S_{T+1}) - f*) / (f(S_1) - f*) <= (2 L R_T / T)^T, here in logarithms a step."""
+    """Theorem 1: (f(S_{T+1}) - f*) / (f(S_1) - f*) <= (2 L R_T / T)^T, here as logarithms per step."""
     population, newton = trajectory.population, trajectory.population.newton
     comparator = newton if comparator is None else comparator
     incurred = trajectory.regret(comparator)
@@ -196,23 +196,23 @@ def population_bound(
 def bounded_regret(population: Population) -> Tensor:
     """Sharper than the paper: L |D_1 - Sigma^+|² / 2 bounds the regret of steps 1 / L from D_1 = I / L, [P].
 
-    Sigma^+ minimises every h_t, so a step takes D closer to it: |D_{t+1} - Sigma^+|² <= |D_t - Sigma^+|² -
+    Sigma^+ minimises every h_t, so each step moves D closer to it: |D_{t+1} - Sigma^+|² <= |D_t - Sigma^+|² -
     (2 / L) (h_t(D_t) - h_t(Sigma^+)).  Theorem 1 then reads (L² |D_1 - Sigma^+|² / T)^T.
     """
     first = torch.eye(population.newton.shape[-1], dtype=torch.float64) / population.smoothness[:, None, None]
-    seen = population.covariance @ population.newton  # what D does to directions no key has is of no matter
+    seen = population.covariance @ population.newton  # how D acts on directions that no key has is irrelevant
     return population.smoothness * (seen @ (first - population.newton) @ seen).square().sum((-2, -1)) / 2
 
 
 def constant_regret(trajectory: Trajectory) -> Check:
-    """The learner of `descend` never regrets more than `bounded_regret`, however long it runs."""
+    """The regret of `descend` never exceeds `bounded_regret`, however long it runs."""
     population = trajectory.population
     incurred = trajectory.regret(population.newton)
     return Check("Sharper, Theorem 1: bounded regret", "<=", log(incurred), log(bounded_regret(population)))
 
 
 def population_decomposition(trajectory: Trajectory, box: tuple[float, float]) -> Decomposition:
-    """The regret of a diagonal learner against Sigma^+: its own, the box's, and that of being diagonal."""
+    """The regret of a diagonal learner against Sigma^+, split into learning, the box, and being diagonal."""
     cov = trajectory.population.covariance
     G = trajectory.directions @ cov[:, None]
     gram = G.mT @ G / G.square().sum((-2, -1), keepdim=True)  # sum_t h_t(Diag d) = d'Qd / 2 - c'd

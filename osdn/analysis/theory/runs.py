@@ -1,9 +1,9 @@
 """A problem is a stream of keys, values and gates; a run sends it through the operators and measures writes.
 
-The measurement needs the state just before each write and just after.  A token with `beta = 0` reads and
-writes nothing, so the stream is sent with such a token put in front of each of its own: the first of the
-pair, which also takes the decay, reads what the state held, the second what the write left.  One call of the
-operator, no second copy of its recurrence.
+Measuring needs the state just before and just after each write.  A token with `beta = 0` reads the state and
+writes nothing, so every token is sent twice, first with `beta = 0`: the first copy, which also takes the
+decay, reads the state before the write, the second the state after it.  This takes one call of the operator
+and no second copy of its recurrence.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class Problem:
     beta_aware: bool = True
     eps: float = 1e-6
     backend: str = "auto"
-    write_keys: Tensor | None = None  # [B, T, H, K] of another rule, whose settings are not kept
+    write_keys: Tensor | None = None  # [B, T, H, K] of another rule; phase 1 is then skipped
 
     @property
     def s(self) -> Tensor:
@@ -59,7 +59,7 @@ class Problem:
         return replace(self, **changes)
 
     def feedback(self, d: Tensor) -> Tensor:
-        """h_t(d) in closed form for one scale d, [B, H, K] -> [B, T, H]."""
+        """h_t(d) of a fixed scale d in closed form, [B, H, K] -> [B, T, H]."""
         return ((1 - self.beta * (d[:, None] * self.s).sum(-1)).square() - 1) / (2 * self.n)
 
     def scales(self) -> tuple[Tensor, Tensor]:
@@ -103,17 +103,17 @@ class Run:
         return self.problem.beta * (self.write_keys * self.problem.k).sum(-1)
 
     def regret(self, d: Tensor) -> Tensor:
-        """The regret the run incurred against the fixed scale d, [B, H]."""
+        """The regret of the run against the fixed scale d, [B, H]."""
         return (self.feedback - self.problem.feedback(d)).sum(1)
 
 
 def run(problem: Problem) -> Run:
-    """Both phases over the problem, with the loss of every token before and after its write."""
+    """Run both phases, with the loss of every token before and after its write."""
     return measure(problem, problem.scales()[0] if problem.write_keys is None else problem.write_keys)
 
 
 def measure(problem: Problem, write_keys: Tensor) -> Run:
-    """Phase 2 with these write keys."""
+    """Run phase 2 with these write keys."""
     zero = torch.zeros_like(problem.beta)
     k, v = _twice(problem.k), _twice(problem.v)
     decay = problem.log_decay
@@ -135,7 +135,7 @@ def measure(problem: Problem, write_keys: Tensor) -> Run:
 
 
 def best_fixed_scale(problem: Problem, bounds: tuple[float, float] | None) -> Tensor:
-    """The scale in the box that minimises sum_t h_t(d), [B, H, K]; without bounds, the one of least norm."""
+    """The scale in the box that minimises sum_t h_t(d), [B, H, K]; without bounds, that of smallest norm."""
     A = problem.beta[..., None] * problem.s / problem.n[..., None].sqrt()  # rows of the least-squares problem
     A, b = A.transpose(1, 2), problem.n.rsqrt().transpose(1, 2)[..., None]  # [B, H, T, K], [B, H, T, 1]
     if bounds is None:
@@ -148,11 +148,11 @@ def box_least_squares(
 ) -> Tensor:
     """argmin over the box of d'Qd / 2 - c'd by an interior-point method, [..., K, K], [..., K] -> [..., K].
 
-    It ends when <gradient, d - x> <= gap (1 + |c|) for every x in the box, which bounds how far from optimal
-    d is; a last sweep of coordinate descent puts on a wall what belongs there.
+    It stops when <gradient, d - x> <= gap (1 + |c|) for every x in the box, which bounds how far d is from
+    optimal.  A final sweep of coordinate descent moves coordinates that belong on a wall onto it.
     """
     low, high = bounds
-    a = b = torch.full_like(c, (high - low) / 2)  # how far the two walls are
+    a = b = torch.full_like(c, (high - low) / 2)  # distances to the two walls
     lower = upper = c.abs().amax(-1, keepdim=True).expand_as(c) + 1  # the walls' multipliers
     for _ in range(rounds):
         gradient = (Q @ (low + a)[..., None])[..., 0] - c
@@ -170,9 +170,9 @@ def box_least_squares(
 
 
 def _sweep(Q: Tensor, c: Tensor, d: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """Each coordinate in turn to its best value."""
+    """Set each coordinate in turn to its best value."""
     d = d.clone()
-    # a channel that no key uses has a zero row: any value is optimal, so leave it
+    # a channel that no key uses has a zero row: any value is optimal, so it stays as it is
     curvature = Q.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(c.dtype).tiny)
     for i in range(c.shape[-1]):
         slope = (Q[..., i, :] * d).sum(-1) - c[..., i]
@@ -190,7 +190,7 @@ def random_problem(
     beta: tuple[float, float] = (0.1, 0.95),
     **settings: Any,
 ) -> Problem:
-    """B problems with unit keys whose channels differ in strength; `decay` is none, scalar or channel."""
+    """B problems with unit keys whose channels have different scales; `decay` is none, scalar or channel."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -203,7 +203,7 @@ def random_problem(
 
 
 def newton_problem(generator: torch.Generator, d_star: Tensor | None = None, **sizes: Any) -> Problem:
-    """A problem that meets the gated Newton condition: beta_t = 1 / <d*, s_t> for one d* inside the box."""
+    """A problem that meets the gated Newton condition: beta_t = 1 / <d*, s_t> for a d* inside the box."""
     problem = random_problem(generator, **sizes)
     if d_star is None:
         shape = problem.k[:, 0].shape

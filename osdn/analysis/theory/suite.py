@@ -1,7 +1,7 @@
-"""Every statement of the paper on many random problems, and every hypothesis taken away once.
+"""Every statement of the paper on many random problems, and every hypothesis removed once.
 
 `statements` are the checks in the paper's order; all of them should pass.  `violations` break one hypothesis
-at a time; each should name it, and `needed` says whether the relation is expected to fail without it.
+at a time: each check should report it, and `needed` says whether the relation should fail without it.
 """
 
 import json
@@ -24,7 +24,7 @@ from osdn.analysis.theory.runs import Problem, newton_problem, random_problem
 
 @dataclass(frozen=True)
 class Config:
-    """What a run of the suite depends on."""
+    """The settings of a run of the suite."""
 
     seed: int = 0
     problems: int = 32
@@ -56,7 +56,7 @@ class Report:
         return all(c.passed for c in self.statements) and all(v.as_expected for v in self.violations)
 
     def summary(self) -> str:
-        """One line: how many statements hold, and how many broken hypotheses were noticed."""
+        """One line: how many statements hold, and how many violations are detected."""
         held, found = sum(c.passed for c in self.statements), sum(v.as_expected for v in self.violations)
         return (
             f"{held} of {len(self.statements)} statements hold, "
@@ -133,7 +133,7 @@ def statements(config: Config) -> list[Check]:
 
 
 def newton_statements(generator: torch.Generator, B: int, backend: str) -> list[Check]:
-    """Newton scaling with a diagonal, with blocks, and with one block for all channels."""
+    """Newton scaling with diagonal, block-diagonal and full covariances."""
     problems = [nwt.random_problem(generator, B, block_size, backend=backend) for block_size in (1, 2, 6)]
     forgets_nothing = replace(problems[2], retention=torch.ones_like(problems[2].retention))
     bounds = [nwt.covariance_bounds(p) for p in problems]
@@ -243,10 +243,10 @@ def repeated_key_violations(generator: torch.Generator) -> list[Violation]:
     K = p.k.shape[-1]
     turn = torch.linalg.qr(torch.randn(K, K, generator=generator, dtype=torch.float64)).Q
     drifting = p.v + 0.1 * torch.arange(p.length, dtype=torch.float64)[:, None, None]
-    solved = p.v * (classes != classes[0])[:, None, None]  # zero is what the empty state answers
+    solved = p.v * (classes != classes[0])[:, None, None]  # an empty state already answers 0
     fading = torch.full_like(p.beta, -0.1)
     return [
-        # orthogonal keys are not enough: a diagonal scale does not keep them orthogonal
+        # orthogonal keys are not enough: they do not stay orthogonal under a diagonal scale
         Violation(tok.DISJOINT, tok.repeated_keys(p.with_(k=p.k @ turn, eta=0.5), classes)),
         Violation(tok.CLASSES, tok.repeated_keys(p.with_(v=drifting), classes)),
         Violation(tok.NO_DECAY, tok.repeated_keys(p.with_(log_decay=fading), classes)),

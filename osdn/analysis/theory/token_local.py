@@ -1,7 +1,7 @@
-"""The paper's statements about the implemented update, each measured along runs of the operators.
+"""The paper's statements about the implemented update, each measured on runs of the operators.
 
-Everything the theorems control is a function of f_t before and after a write (`run`), of the closed form of
-the feedback, and of the best fixed scale in the box; each function puts those together as one statement does.
+Everything the theorems bound follows from f_t before and after a write (`run`), the closed form of the
+feedback, and the best fixed scale in the box.  Each function here combines them into one statement.
 """
 
 import math
@@ -50,7 +50,7 @@ def closed_form(problem: Problem) -> Check:
 
 
 def phase_one_descends(problem: Problem) -> Check:
-    """Lemma 1: phase 1's step is minus eta times the gradient that autograd finds through phase 2."""
+    """Lemma 1: the step of phase 1 is -eta times the gradient that autograd computes through phase 2."""
     tokens = _tokens(problem)
     gradient = _measured_gradient(tokens, tokens.start)
     _, stepped = tokens.with_(bounds=None).scales()
@@ -75,7 +75,7 @@ def smoothness(problem: Problem) -> tuple[Check, Check]:
     tokens = _tokens(problem)
     d, steps = tokens.start, torch.eye(tokens.k.shape[-1], dtype=tokens.k.dtype)
     origin = _measured_gradient(tokens, d)
-    # the gradient is affine, so differences of it are columns of the Hessian
+    # the gradient is affine, so its differences are columns of the Hessian
     columns = [_measured_gradient(tokens, d + e) - origin for e in steps]
     measured = torch.linalg.matrix_norm(torch.stack(columns, -1), 2).flatten()
     formula = (tokens.beta.square() * tokens.s.square().sum(-1) / tokens.n).flatten()
@@ -100,7 +100,7 @@ def smoothness(problem: Problem) -> tuple[Check, Check]:
 
 
 def monotone_descent(problem: Problem) -> Check:
-    """Corollary: in a box within (0, 2], every write lowers the loss of its token."""
+    """Corollary: with a box inside (0, 2], every write lowers the loss of its token."""
     r = run(problem)
     worst = _problems(r.log_q.amax(1))
     hypotheses = {
@@ -114,7 +114,7 @@ def monotone_descent(problem: Problem) -> Check:
 
 
 def affine_forgetting(problem: Problem) -> Check:
-    """Proposition: with forgetting, phase 1 is an affine map of the scale and a clip, token by token."""
+    """Proposition: with forgetting, each token of phase 1 is an affine map of the scale, then a clip."""
     measured, last = problem.scales()
     scales = affine_scales(problem)
     gap = (scales[:, :-1] * problem.k - measured).abs().amax((1, 3))
@@ -128,7 +128,7 @@ def affine_forgetting(problem: Problem) -> Check:
 
 
 def affine_scales(problem: Problem) -> Tensor:
-    """d_1 to d_{T+1} by the proposition: the matrices r I - eta b² ss' / n and a clip, [B, T + 1, H, K]."""
+    """d_1 to d_{T+1} as in the proposition: matrices r I - eta b² ss' / n, then a clip, [B, T + 1, H, K]."""
     retention = _full(1.0 if problem.retention is None else problem.retention, problem)  # [B, T, H, K]
     scales = [problem.start]
     for t in range(problem.length):
@@ -144,9 +144,10 @@ def affine_scales(problem: Problem) -> Tensor:
 
 
 def token_local_bound(problem: Problem, d: Tensor | None = None, regret: Tensor | None = None) -> Check:
-    """Theorem 2: the geometric mean of q_t is at most 2 eps_T(d) + 2 R_T(d) / T, here in logarithms a token.
+    """Theorem 2: the geometric mean of q_t is at most 2 eps_T(d) + 2 R_T(d) / T, here as logarithms per
+    token.
 
-    The comparator d [B, H, K] is by default the best in the box, the regret [B, H] what the run incurred.
+    By default the comparator d [B, H, K] is the best in the box and the regret [B, H] is that of the run.
     """
     r = run(problem)
     d = best_fixed_scale(problem, _box(problem)) if d is None else d
@@ -184,7 +185,7 @@ def online_regret(problem: Problem) -> Check:
 
 
 def textbook_regret(problem: Problem) -> Check:
-    """With the textbook step, the regret is at most diameter times gradient bound times sqrt(T)."""
+    """With the textbook step, the regret is at most diameter * gradient bound * sqrt(T)."""
     r = run(problem)
     regret = r.regret(best_fixed_scale(problem, _box(problem)))
     bound = diameter(problem) * gradient_bound(problem) * math.sqrt(problem.length)
@@ -203,7 +204,7 @@ def diameter(problem: Problem) -> float:
 
 
 def gradient_bound(problem: Problem) -> float:
-    """What |grad h_t| = beta |1 - beta <d, s>| |s| cannot exceed, for unit keys and gates up to 1."""
+    """An upper bound on |grad h_t| = beta |1 - beta <d, s>| |s|, for unit keys and gates up to 1."""
     return max(1.0, _box(problem)[1] - 1)
 
 
@@ -224,9 +225,9 @@ def newton_rate(problem: Problem) -> Check:
 
 
 def newton_constant_regret(problem: Problem) -> Check:
-    """Sharper than the paper: one minimiser for all h_t makes the regret bounded, so the rate is (O(1)/T)^T.
+    """Sharper than the paper: if all h_t share a minimiser, the regret is bounded and the rate is (O(1)/T)^T.
 
-    A step moves d no farther from d*: |d_{t+1} - d*|² <= |d_t - d*|² - eta (2 - eta L_h) q_t, hence
+    No step moves d away from d*: |d_{t+1} - d*|² <= |d_t - d*|² - eta (2 - eta L_h) q_t, hence
     sum q_t <= |d_1 - d*|² / (eta (2 - eta L_h)), for any constant step below 2 / L_h.
     """
     r = run(problem)
@@ -252,7 +253,7 @@ def newton_constant_regret(problem: Problem) -> Check:
 
 
 def repeated_keys(problem: Problem, classes: Tensor) -> Check:
-    """Corollary: for classes [T] on disjoint channels, prod_c F_c(S_T) / F_c(S_0) is the product of q_t."""
+    """Corollary: for classes [T] with disjoint channels, prod_c F_c(S_T) / F_c(S_0) is the product of q_t."""
     r = run(problem)
     firsts = [int((classes == c).nonzero()[0]) for c in classes.unique()]
     k, v = problem.k[:, firsts], problem.v[:, firsts]  # [B, C, H, ...]
@@ -277,7 +278,7 @@ def repeated_keys(problem: Problem, classes: Tensor) -> Check:
 def repeated_keys_problem(
     generator: torch.Generator, B: int = 8, T: int = 12, channels: tuple[int, ...] = (2, 3, 1), V: int = 3
 ) -> tuple[Problem, Tensor]:
-    """Classes that own disjoint channels, in a random order in which each appears, and their stream."""
+    """A stream of tokens whose classes own disjoint channels, and the class of each token; all appear."""
     C, K = len(channels), sum(channels)
     k, owner = torch.zeros(C, K, dtype=torch.float64), torch.repeat_interleave(torch.tensor(channels))
     k[owner, torch.arange(K)] = torch.randn(K, generator=generator, dtype=torch.float64)
@@ -312,17 +313,17 @@ def counter_example(T: int = 16, beta: float = 0.8, backend: str = "auto") -> tu
     return check, r
 
 
-# --------------------------------------------------------------------------------- what the regret is made of
+# --------------------------------------------------------------------------------- the parts of the regret
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """The regret against the comparator that solves every step, in three parts, one entry a problem."""
+    """The regret against the comparator that solves every step, in three parts; one entry per problem."""
 
     total: Tensor
     online: Tensor  # the learner against the best scale in the box
-    box: Tensor  # the best scale in the box against the best of all scales
-    diagonal: Tensor  # the best of all scales against the full comparator
+    box: Tensor  # the best scale in the box against the best scale overall
+    diagonal: Tensor  # the best scale overall against the full comparator
 
     def check(self, statement: str) -> Check:
         parts = self.online + self.box + self.diagonal
@@ -335,7 +336,7 @@ class Decomposition:
 
 
 def regret_decomposition(problem: Problem) -> Decomposition:
-    """Token by token the full comparator is kk' / |k|⁴, which leaves no residual: h_t = -1 / 2|k|²."""
+    """The full comparator of each token is kk' / |k|⁴, which leaves no residual: h_t = -1 / 2|k|²."""
     r = run(problem)
     solved = -1 / (2 * problem.n)
     inside, outside = (problem.feedback(best_fixed_scale(problem, b)).sum(1) for b in (_box(problem), None))
@@ -347,17 +348,17 @@ def regret_decomposition(problem: Problem) -> Decomposition:
     )
 
 
-# ---------------------------------------------------------------------------------------------- small things
+# --------------------------------------------------------------------------------------------------- helpers
 
 
 def _problems(x: Tensor) -> Tensor:
-    """[B, H] -> [B H]: every head is a problem of its own."""
+    """[B, H] -> [B H]: every head counts as a separate problem."""
     return x.flatten()
 
 
 def _box(problem: Problem) -> tuple[float, float]:
     if problem.bounds is None:
-        raise ValueError("this statement compares with the best scale in a box; give the problem bounds")
+        raise ValueError("this statement compares with the best scale in a box: give the problem bounds")
     return problem.bounds
 
 
@@ -389,7 +390,7 @@ def _newton(problem: Problem) -> bool:
 
 
 def _learner(problem: Problem, r: Run) -> dict[str, bool]:
-    """What makes phase 1 projected online gradient descent on h_t."""
+    """The hypotheses under which phase 1 is projected online gradient descent on h_t."""
     return {
         RETENTION: _retains(problem),
         BETA_AWARE: problem.beta_aware,
@@ -399,7 +400,7 @@ def _learner(problem: Problem, r: Run) -> dict[str, bool]:
 
 
 def _textbook(problem: Problem) -> dict[str, bool]:
-    """What the bound D G sqrt(T) needs besides."""
+    """The further hypotheses of the bound D G sqrt(T)."""
     return {
         UNIT: _unit(problem),
         START: _inside(problem.start, problem),
@@ -408,13 +409,13 @@ def _textbook(problem: Problem) -> dict[str, bool]:
 
 
 def _full(x: float | Tensor, problem: Problem) -> Tensor:
-    """A retention in any form as [B, T, H, K]."""
+    """A retention of any form, expanded to [B, T, H, K]."""
     x = torch.as_tensor(x, dtype=problem.k.dtype)
     return (x[..., None] if x.ndim == 3 else x).expand_as(problem.k)
 
 
 def _tokens(problem: Problem) -> Problem:
-    """Every token of the run as a problem of one token, from the state and the scale the run had reached."""
+    """Every token of the run as a one-token problem that starts from the state and scale before it."""
     S, d = problem.initial_state, problem.start
     S = problem.k.new_zeros(*d.shape, problem.v.shape[-1]) if S is None else S
     pieces = []
@@ -437,7 +438,7 @@ def _tokens(problem: Problem) -> Problem:
 
 
 def _measured_gradient(tokens: Problem, d: Tensor) -> Tensor:
-    """The gradient of h_t at the scales d [N, H, K] of N tokens, by autograd through one write of phase 2."""
+    """The gradient of h_t at the scales d [N, H, K] of N tokens, by autograd through a write of phase 2."""
     d = d.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(measure(tokens, d[:, None] * tokens.k).feedback.sum(), d)
     return gradient

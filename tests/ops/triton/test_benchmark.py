@@ -19,7 +19,9 @@ from tests.ops.triton.device import DEVICE
 def test_without_a_gpu_it_says_so_and_ends():
     result = CliRunner().invoke(app, ["bench", "ops", "--device", "cuda"])
     assert result.exit_code == 0
-    assert result.output == "no CUDA or ROCm device, or no package triton: nothing was measured\n"
+    assert (
+        result.output == "nothing was measured: there is no CUDA or ROCm device, or triton is not installed\n"
+    )
 
 
 def test_another_device_is_refused():

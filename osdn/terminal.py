@@ -45,6 +45,10 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def print_error(error: Exception) -> None:
+    messages.print(f"[bold red]Error:[/] {escape(printable(str(error)))}", soft_wrap=True)
+
+
 @contextmanager
 def plain_errors(*more: type[Exception]) -> Iterator[None]:
     """Print errors that the user can fix as one line, without a traceback."""
@@ -52,7 +56,7 @@ def plain_errors(*more: type[Exception]) -> Iterator[None]:
     try:
         yield
     except known as error:
-        messages.print(f"[bold red]Error:[/] {escape(printable(str(error)))}", soft_wrap=True)
+        print_error(error)
         raise typer.Exit(1) from error
 
 

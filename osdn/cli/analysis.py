@@ -135,10 +135,10 @@ def describe(
     from rich.markup import escape
     from rich.table import Table
 
-    from osdn.models import describe as run
+    from osdn.models import describe_model
 
     with plain_errors():
-        description = run(model)
+        description = describe_model(model)
     table = Table(box=box.SIMPLE, show_header=False)
     for label, value in description.rows():
         table.add_row(label, escape(value))

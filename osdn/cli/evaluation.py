@@ -2,13 +2,13 @@
 
 import json
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
+from osdn.extras import require
 from osdn.terminal import (
     Device,
     Dtype,
@@ -73,8 +73,7 @@ def evaluate(
             return
         if checkpoint is None:
             raise ValueError("name a checkpoint: osdn eval CHECKPOINT --suite recall")
-        if find_spec("lm_eval") is None:
-            raise ValueError('evaluation needs lm_eval: pip install "osdn[eval]"')
+        require("osdn eval", "eval", "lm_eval")
         from osdn.evaluation.runner import Evaluation, Settings
 
         if int(os.environ.get("RANK", "0")) > 0:  # the first of several processes speaks for all

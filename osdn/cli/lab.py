@@ -1,11 +1,10 @@
 """`osdn lab TASK` for every task of the lab, and `osdn demo`."""
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -14,12 +13,11 @@ from osdn.terminal import console, made, plain_errors, show
 
 if TYPE_CHECKING:
     from osdn.lab.summary import Results
-    from osdn.lab.tasks import Experiment
     from osdn.lab.variants import Variant
 
 
 class Tasks(TyperGroup):
-    """Commands that are made from the tasks when one is asked for: `osdn --help` need not load them."""
+    """Adds one command per task, from a file that lists their options: help needs no torch."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         self._load()
@@ -30,15 +28,15 @@ class Tasks(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
     def _load(self) -> None:
-        from osdn.lab.tasks import EXPERIMENTS
+        from osdn.cli import task_options
 
         if "recall" in self.commands:
             return
         tasks = typer.Typer()
-        for name, experiment in EXPERIMENTS.items():
-            tasks.command(name, cls=ManyValues)(task_command(name, experiment))
-        made = typer.main.get_command(tasks)
-        self.commands = {**made.commands, **self.commands}  # type: ignore[attr-defined]
+        for name, task in task_options.load().items():
+            tasks.command(name, cls=ManyValues)(task_command(name, task))
+        group = typer.main.get_command(tasks)
+        self.commands = {**group.commands, **self.commands}  # type: ignore[attr-defined]
 
 
 app = typer.Typer(help="Small experiments that run on a CPU in minutes.", no_args_is_help=True, cls=Tasks)
@@ -91,34 +89,31 @@ BEFORE: dict[str, Any] = {
     "write_scale": (WriteScale, 1.0),
 }
 AFTER: dict[str, Any] = {"width": (Width, 64), "layers": (Layers, 2)}
-NOT_ASKED = ("folder", "evaluation", "power")  # fields of tasks that are no options
+TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
 
-def task_command(name: str, experiment: "Experiment") -> Callable[..., None]:
-    """The command of a task: its options are the fields of the task, with the help of its docstring."""
-    task = experiment.task
-    hints, helps = get_type_hints(type(task)), field_docs(type(task))
+def task_command(name: str, task: dict[str, Any]) -> Callable[..., None]:
+    """The command of a task: the options that all tasks share, and those of its own."""
     own = {
-        x.name: (Annotated[hints[x.name], typer.Option(help=helps[x.name])], getattr(task, x.name))
-        for x in fields(task)
-        if x.name not in NOT_ASKED
+        field: (Annotated[_type(option["type"]), typer.Option(help=option["help"])], option["default"])
+        for field, option in task["options"].items()
     }
     options = {
         **BEFORE,
-        "seeds": (Seeds, experiment.seeds),
+        "seeds": (Seeds, task["seeds"]),
         **own,
         **AFTER,
-        "steps": (Steps, experiment.steps),
-        "batch": (Batch, experiment.batch),
+        "steps": (Steps, task["steps"]),
+        "batch": (Batch, task["batch"]),
         "learning_rate": (Rate, 0.005),
         "jobs": (Jobs, None),
         "output": (Output, Path("runs/lab") / name),
     }
 
     def command(**given: Any) -> None:
-        run_task(name, experiment, {field: given[field] for field in own}, given)
+        run_task(name, {field: given[field] for field in own}, given)
 
-    command.__doc__ = experiment.words
+    command.__doc__ = task["help"]
     command.__annotations__ = {field: kind for field, (kind, _) in options.items()} | {"return": None}
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -129,20 +124,19 @@ def task_command(name: str, experiment: "Experiment") -> Callable[..., None]:
     return command
 
 
-def field_docs(task: type) -> dict[str, str]:
-    """What the docstring of a task says about its fields."""
-    text = inspect.cleandoc(task.__doc__ or "").partition("Args:\n")[2]
-    found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text, flags=re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", words[:1].upper() + words[1:]) for name, words in found}
+def _type(described: str | list[str]) -> Any:
+    """The type of an option: by name, or one of several words."""
+    return TYPES[described] if isinstance(described, str) else Literal[tuple(described)]
 
 
-def run_task(name: str, experiment: "Experiment", settings: dict[str, Any], options: dict[str, Any]) -> None:
+def run_task(name: str, settings: dict[str, Any], options: dict[str, Any]) -> None:
     """Train and evaluate every variant with every seed; write tables and figures."""
     from osdn.lab.summary import by_label
+    from osdn.lab.tasks import EXPERIMENTS
     from osdn.lab.training import Run
     from osdn.results.names import title
 
-    output = options["output"]
+    experiment, output = EXPERIMENTS[name], options["output"]
     gate = (options["beta_bias"], options["write_scale"])
     chosen = _sweep(options["variants"], options["eta"], options["box"], gate, options["width"], output)
     try:

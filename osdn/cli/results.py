@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from osdn.extras import require
 from osdn.terminal import console, made, messages, plain_errors, printable, show
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ def compare(
     output: Annotated[Path, typer.Option(help="Folder for the tables and figures.")] = Path("runs/compare"),
 ) -> None:
     """Print and write the paper's tables for everything that was measured."""
+    require("osdn compare", "lab", "matplotlib")
     from osdn.results.comparison import compare as run
     from osdn.results.comparison import tables, write
 
@@ -37,6 +39,7 @@ def report(
     all_: Annotated[bool, typer.Option("--all", help="Show the paper's full grid, run or not.")] = False,
 ) -> None:
     """Gather all results into one page with the paper's tables and figures."""
+    require("osdn report", "lab", "matplotlib")
     from osdn.results.report import write_report
 
     with plain_errors():
@@ -50,6 +53,7 @@ def plot(
     output: Annotated[Path, typer.Option(help="The figure: PNG, SVG or PDF.")] = Path("runs/loss.png"),
 ) -> None:
     """Draw the loss curves of training runs."""
+    require("osdn plot", "lab", "matplotlib")
     from osdn.results import plots
     from osdn.results.store import read_run
 

@@ -1,11 +1,11 @@
 """`osdn serve`."""
 
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
+from osdn.extras import require
 from osdn.terminal import Checkpoint, Device, Dtype, Name, Quantize, console, messages, plain_errors
 
 
@@ -19,9 +19,8 @@ def serve(
     quantize: Quantize = None,
 ) -> None:
     """Answer requests of OpenAI's clients with a model."""
+    require("osdn serve", "serve", "transformers", "fastapi", "uvicorn", "openai")
     with plain_errors():
-        if missing := [name for name in ("fastapi", "uvicorn", "openai") if find_spec(name) is None]:
-            raise ValueError(f'serving needs {", ".join(missing)}: pip install "osdn[serve]"')
         from osdn.models.checkpoints import load_model, load_tokenizer
         from osdn.models.identity import identify
         from osdn.serving import application, bind, run

@@ -1,4 +1,4 @@
-"""The command `osdn`: thin layers over the package, one function per command, one module per subject."""
+"""The command `osdn`: a thin layer over the package, one function per command, one module per subject."""
 
 from typing import Annotated, Any
 
@@ -22,11 +22,16 @@ class Commands(TyperGroup):
             raise typer.Exit(1) from error
 
 
-app = typer.Typer(cls=Commands, help="Online Scaled DeltaNet.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    cls=Commands,
+    help="Delta-rule linear attention: train, evaluate, compare and serve.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         console.print(f"osdn {__version__}", highlight=False)
         raise typer.Exit
 
@@ -35,10 +40,10 @@ def _version(asked: bool) -> None:
 def main(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Online Scaled DeltaNet."""
+    """Delta-rule linear attention: train, evaluate, compare and serve."""
 
 
 app.command()(lab.demo)

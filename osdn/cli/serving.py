@@ -12,13 +12,15 @@ from osdn.terminal import Checkpoint, Device, Dtype, Name, Quantize, console, me
 def serve(
     checkpoint: Checkpoint,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "localhost",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Its port; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port to listen on; 0 picks a free one.")
+    ] = 8000,
     name: Name = None,
     device: Device = "cpu",
     dtype: Dtype = None,
     quantize: Quantize = None,
 ) -> None:
-    """Answer requests of OpenAI's clients with a model."""
+    """Serve a model with an OpenAI-compatible API."""
     require("osdn serve", "serve", "transformers", "fastapi", "uvicorn", "openai")
     with plain_errors():
         from osdn.models.checkpoints import load_model, load_tokenizer
@@ -29,7 +31,7 @@ def serve(
         with messages.status(f"loading {escape(checkpoint)}"):
             tokenizer, model = load_tokenizer(checkpoint), load_model(checkpoint, device, dtype, quantize)
         identity = identify(model, checkpoint, name)
-        chat = "" if tokenizer.chat_template else "; it has no chat template: messages are joined as they are"
+        chat = "" if tokenizer.chat_template else "; without a chat template, messages are joined as they are"
         console.print(
             f"{identity.model} answers at http://{host}:{listening.getsockname()[1]}/v1{chat}", soft_wrap=True
         )

@@ -6,12 +6,12 @@ PY     := .venv/bin/python
 # Some virtual machines advertise AMX and trap on it; oneDNN must not use what is not there.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: help setup test test-slow sanitize attack lint wheel bench demo clean
+.PHONY: help setup test test-slow sanitize attack lint wheel docs bench demo clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/: .*## /\t/' | expand -t 14
 
-setup: .venv/.installed   ## create .venv with torch and the package
+setup: .venv/.installed   ## create .venv with the package, all extras and the tools
 
 # torch first and pinned: the build on hand satisfies the package's range, so nothing larger is fetched.
 .venv/.installed: pyproject.toml
@@ -56,6 +56,9 @@ lint: setup      ## ruff and mypy
 wheel: setup     ## build the wheel into dist/
 	$(PY) -m build --wheel
 
+docs: setup      ## the site with the API reference, into site/; fails on a broken link
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 bench: setup     ## time the operators against their peers
 	$(PY) -m osdn bench ops
 
@@ -63,4 +66,4 @@ demo: setup      ## train small models in minutes, and a page on what online sca
 	$(PY) -m osdn demo
 
 clean:           ## remove what the other targets made
-	rm -rf .venv dist build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv dist build site runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,33 +1,129 @@
-"""Online Scaled DeltaNet: the delta rule with an online, provable preconditioner.
+"""Online Scaled DeltaNet: delta-rule operators, layers and models, with an online preconditioner.
 
-Importing this package registers its models with the Auto classes of `transformers`.
+Everything public is reachable from here and imported on first use: `import osdn` loads neither torch nor
+transformers.  The Auto classes of transformers load our checkpoints once this package has been imported.
 """
 
-from osdn.hosts import accelerate
-from osdn.models import (
-    PRESETS,
-    OSDNConfig,
-    OSDNForCausalLM,
-    OSDNForSequenceClassification,
-    OSDNForTokenClassification,
-    OSDNModel,
-    QuantizationConfig,
-    describe,
-    load_flash_linear_attention,
-    save_flash_linear_attention,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from osdn import auto_classes
+
+if TYPE_CHECKING:
+    from osdn import hosts, layers, models, ops
+    from osdn.hosts import accelerate
+    from osdn.layers import (
+        DeltaNet,
+        GatedDeltaNet,
+        KimiDeltaAttention,
+        MixerState,
+        NewtonConfig,
+        PGDNConfig,
+        PreconditionerConfig,
+    )
+    from osdn.models import (
+        PRESETS,
+        OSDNConfig,
+        OSDNForCausalLM,
+        OSDNForSequenceClassification,
+        OSDNForTokenClassification,
+        OSDNModel,
+        QuantizationConfig,
+        describe_model,
+        load_flash_linear_attention,
+        save_flash_linear_attention,
+    )
+    from osdn.models import describe_model as describe
+    from osdn.ops import (
+        available_backends,
+        delta_rule,
+        newton_delta_rule,
+        newton_keys,
+        online_scaled_delta_rule,
+        pgdn_delta_rule,
+        pgdn_keys,
+        precondition_keys,
+    )
+
+__version__ = "0.2.0"
 __all__ = [
     "PRESETS",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "MixerState",
+    "NewtonConfig",
     "OSDNConfig",
     "OSDNForCausalLM",
     "OSDNForSequenceClassification",
     "OSDNForTokenClassification",
     "OSDNModel",
+    "PGDNConfig",
+    "PreconditionerConfig",
     "QuantizationConfig",
     "accelerate",
+    "available_backends",
+    "delta_rule",
     "describe",
+    "describe_model",
+    "hosts",
+    "layers",
     "load_flash_linear_attention",
+    "models",
+    "newton_delta_rule",
+    "newton_keys",
+    "online_scaled_delta_rule",
+    "ops",
+    "pgdn_delta_rule",
+    "pgdn_keys",
+    "precondition_keys",
     "save_flash_linear_attention",
 ]
+
+# Where a name comes from, cheapest first; what is not listed here comes from `osdn.models`.
+_PACKAGES = ("hosts", "layers", "models", "ops")
+_SOURCES = {
+    "accelerate": "osdn.hosts",
+    **dict.fromkeys(
+        (
+            "DeltaNet",
+            "GatedDeltaNet",
+            "KimiDeltaAttention",
+            "MixerState",
+            "NewtonConfig",
+            "PGDNConfig",
+            "PreconditionerConfig",
+        ),
+        "osdn.layers",
+    ),
+    **dict.fromkeys(
+        (
+            "available_backends",
+            "delta_rule",
+            "newton_delta_rule",
+            "newton_keys",
+            "online_scaled_delta_rule",
+            "pgdn_delta_rule",
+            "pgdn_keys",
+            "precondition_keys",
+        ),
+        "osdn.ops",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"osdn.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'osdn' has no attribute {name!r}")
+    value = getattr(import_module(_SOURCES.get(name, "osdn.models")), name)
+    globals()[name] = value  # so that the next access is an ordinary one
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+auto_classes.install()

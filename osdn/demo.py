@@ -1,7 +1,6 @@
-"""`osdn demo`: DeltaNet against its online-scaled variants, on recall and on text, in minutes, as one page.
+"""`osdn demo`: DeltaNet and its online-scaled variants on recall and on text, in minutes, on one page.
 
-Everything is the lab's: the same runs, files and statistics, with sizes chosen for two cores and a few
-minutes.
+It uses the lab's runs, files and statistics, with sizes chosen for two cores and a few minutes.
 """
 
 import json
@@ -24,12 +23,12 @@ from osdn.terminal import show
 
 VARIANTS = [Variant(name) for name in ("delta_net", "osdn", "osdn-apf")]
 RECALL = RecallTask()
-SEEDS = 6  # the fewest with which a sign-flip test can go below 0.05
+SEEDS = 6  # with fewer, a sign-flip test cannot go below 0.05
 METRICS = {"recall": ["accuracy", "accuracy_2x", "q_geo"], "text": ["loss", "q_geo"]}
 
 
 def run_demo(output: Path, console: Console) -> Path:
-    """Runs what is missing, prints the tables and returns the path of the report."""
+    """Run whatever is missing, print the tables and return the path of the report."""
     task = TextTask(str(output / "corpus"), megabytes=3.0, evaluation=48)
     runs = {
         "recall": [Run(RECALL, v, seed) for v in VARIANTS for seed in range(SEEDS)],
@@ -38,7 +37,7 @@ def run_demo(output: Path, console: Console) -> Path:
     everything = [*runs["recall"], *runs["text"]]
     work = sum(runner.cost(run) for run in everything)
     with runner.progress_bar(console) as progress:
-        bar = progress.add_task("demo", total=1.06 * work, live="a vocabulary for the text")
+        bar = progress.add_task("demo", total=1.06 * work, live="training a tokenizer")
         prepare(task)
         progress.advance(bar, 0.03 * work)
         found = runner.run_all(everything, output / "runs", progress, bar)
@@ -62,9 +61,9 @@ def run_demo(output: Path, console: Console) -> Path:
 
 
 def _speeds(path: Path, run: Run, progress: Progress, bar: Any) -> dict[str, Any]:
-    """Timed alone, after the training; read from the file if it was done before."""
+    """Timings, taken after training so that nothing else runs; read from the file if it exists."""
     if not path.exists():
-        progress.update(bar, live="speed against the peers")
+        progress.update(bar, live="timing operators")
         milliseconds = quick.operators()
         save_json(path, {"operators_ms": milliseconds, "training": quick.training(run)})
     return dict(json.loads(path.read_text()))

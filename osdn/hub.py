@@ -1,4 +1,4 @@
-"""The Hugging Face hub, where it can be reached; where not, nothing waits for it."""
+"""The Hugging Face hub; if it cannot be reached, nothing waits for it."""
 
 import sys
 import urllib.error
@@ -10,19 +10,19 @@ from unittest.mock import patch
 
 import huggingface_hub.constants
 
-PATIENCE = 5  # seconds to wait for an answer
+TIMEOUT = 5  # seconds
 
 
 @cache
 def hub_answers() -> bool:
-    """Whether the hub can be reached; asked once, as each file would ask for half a minute."""
+    """Whether the hub can be reached.  Asked once: without this, every file would retry for half a minute."""
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
     request = urllib.request.Request(huggingface_hub.constants.ENDPOINT, method="HEAD")
     try:
-        urllib.request.urlopen(request, timeout=PATIENCE).close()
+        urllib.request.urlopen(request, timeout=TIMEOUT).close()
     except urllib.error.HTTPError:
-        return True  # an answer, if not the page
+        return True  # an error page is an answer too
     except (OSError, ValueError):
         return False
     return True
@@ -30,7 +30,7 @@ def hub_answers() -> bool:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Models and data of the hub are looked for in its caches alone where it does not answer."""
+    """If the hub does not answer, look for its models and data in the local caches only."""
     places = [huggingface_hub.constants]
     if "datasets" in sys.modules:
         places.append(sys.modules["datasets"].config)

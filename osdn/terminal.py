@@ -1,4 +1,4 @@
-"""What the commands share in a terminal."""
+"""What the commands share: the terminal, common options, one-line errors and output folders."""
 
 import os
 import re
@@ -17,32 +17,35 @@ if TYPE_CHECKING:
 
 console = Console()
 messages = Console(stderr=True)
-Checkpoint = Annotated[str, typer.Argument(help="A directory or hub name of a causal model.")]
-Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")]
+Checkpoint = Annotated[str, typer.Argument(help="A causal model: a directory, or a name on the hub.")]
+Device = Annotated[str, typer.Option(help="Device to run on: cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="float32, bfloat16, float16, or auto for what was saved; default: float32 on a CPU, else auto.",
+        help="float32, bfloat16, float16, or auto for the saved dtype; default: float32 on a CPU, else auto.",
         show_default=False,
     ),
 ]
 Quantize = Annotated[
-    str | None, typer.Option(help="int8 or int4: small weights, for decoding on a CPU.", show_default=False)
+    str | None, typer.Option(help="int8 or int4 weights, for decoding on a CPU.", show_default=False)
 ]
-Name = Annotated[
-    str | None, typer.Option(help="What to call the model in results; its run's name if not given.")
-]
+Name = Annotated[str | None, typer.Option(help="Name of the model in results; default: the name of its run.")]
 
 
-# Control characters but newline and tab, marks that reverse the direction of text, and halves of characters.
+# Control characters except newline and tab, marks that change the direction of text, and lone surrogates.
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters spelled out: a name must not move the cursor or change colours."""
+    """Spell out control characters, so that no name can move the cursor or change colours."""
     return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def print_error(error: Exception) -> None:
+    """Print an error as one line on stderr."""
+    messages.print(f"[bold red]Error:[/] {escape(printable(str(error)))}", soft_wrap=True)
 
 
 @contextmanager
@@ -52,23 +55,23 @@ def plain_errors(*more: type[Exception]) -> Iterator[None]:
     try:
         yield
     except known as error:
-        messages.print(f"[bold red]Error:[/] {escape(printable(str(error)))}", soft_wrap=True)
+        print_error(error)
         raise typer.Exit(1) from error
 
 
-def made(folder: Path) -> Path:
-    """`folder`, made if need be and writable: found out before the work whose results go there."""
+def writable_folder(folder: Path) -> Path:
+    """Create `folder` if needed and check that it is writable, before the work whose results go there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(f"the folder {folder} cannot be made: {error.strerror}") from error
+        raise OSError(f"cannot create the folder {folder}: {error.strerror}") from error
     if not os.access(folder, os.W_OK):
-        raise PermissionError(f"the folder {folder} cannot be written to")
+        raise PermissionError(f"cannot write to the folder {folder}")
     return folder
 
 
 def show(table: "Table") -> None:
-    """Print a table, in as many parts as the terminal's width asks for."""
+    """Print a table, split into parts if the terminal is too narrow."""
     from osdn.results.tables import for_terminal
 
     for part in for_terminal(table, console.width):
@@ -79,6 +82,6 @@ def show(table: "Table") -> None:
 
 
 def progress_bar(console: Console = console) -> Progress:
-    """A bar with a count and the time left, which goes when it is done."""
+    """A bar with a count and the time left; it disappears when done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True)

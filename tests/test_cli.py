@@ -62,12 +62,12 @@ def test_version():
     ],
     ids=" ".join,
 )
-def test_a_folder_that_cannot_be_made_is_refused_before_the_work(arguments, tmp_path, saved):
+def test_a_folder_that_cannot_be_created_is_reported_before_the_work(arguments, tmp_path, saved):
     (tmp_path / "file").write_text("")
     command = [saved if word == "MODEL" else word for word in arguments]
     done = runner.invoke(app, [*command, "--output", str(tmp_path / "file" / "inside")])
     assert done.exit_code == 1, done.exception
-    assert "cannot be made" in done.output.replace("\n", " ")
+    assert "cannot create the folder" in done.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_work(arguments, tmp_
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_mistakes_are_told_in_a_sentence(arguments, reason, saved, monkeypatch, tmp_path):
+def test_mistakes_are_reported_in_one_line(arguments, reason, saved, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "hub_answers", lambda: False)
     monkeypatch.setattr(checkpoints, "hub_answers", lambda: False)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+import osdn
+
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = {
     f"{page.name} {i}": block
     for page in PAGES
@@ -42,3 +44,16 @@ def test_tests_that_a_page_names_are_there(page):
     ]
     assert not missing
     assert named or page.name != "reliability.md"
+
+
+def test_the_changelog_and_the_citation_have_this_version():
+    newest = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    cited = re.findall(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert [newest] == cited == [osdn.__version__]
+
+
+def test_every_public_name_is_in_the_api_reference():
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    described = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)", pages, re.MULTILINE)}
+    others = {"PRESETS", "describe", "hosts", "layers", "models", "ops"}  # data, an old name and packages
+    assert set(osdn.__all__) - others <= described

@@ -1,19 +1,38 @@
-"""The command `osdn`: thin layers over the package, one function per command, one module per subject."""
+"""The command `osdn`: a thin layer over the package, one function per command, one module per subject."""
 
-from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from osdn import __version__
 from osdn.cli import analysis, bench, evaluation, lab, results, serving, training
-from osdn.terminal import console
+from osdn.extras import MissingExtraError
+from osdn.terminal import console, print_error
 
-app = typer.Typer(help="Online Scaled DeltaNet.", no_args_is_help=True, add_completion=False)
+
+class Commands(TyperGroup):
+    """Prints a missing extra as one line, with the command that installs it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MissingExtraError as error:
+            print_error(error)
+            raise typer.Exit(1) from error
 
 
-def _version(asked: bool) -> None:
-    if asked:
-        console.print(f"osdn {version('osdn')}", highlight=False)
+app = typer.Typer(
+    cls=Commands,
+    help="Delta-rule linear attention: train, evaluate, compare and serve.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        console.print(f"osdn {__version__}", highlight=False)
         raise typer.Exit
 
 
@@ -21,10 +40,10 @@ def _version(asked: bool) -> None:
 def main(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Online Scaled DeltaNet."""
+    """Delta-rule linear attention: train, evaluate, compare and serve."""
 
 
 app.command()(lab.demo)

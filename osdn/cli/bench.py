@@ -1,34 +1,34 @@
-"""`osdn bench`: timings, each comparing within one process."""
+"""`osdn bench`: timings; each compares its contenders within one process."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from osdn.terminal import Device, Dtype, console, made, plain_errors, progress_bar, show
+from osdn.terminal import Device, Dtype, console, plain_errors, progress_bar, show, writable_folder
 
-app = typer.Typer(help="Timings.", no_args_is_help=True)
+app = typer.Typer(help="Timings; run them on an idle machine.", no_args_is_help=True)
 Output = Annotated[Path, typer.Option(help="Folder for the results.")]
 
 
 @app.callback()
 def bench_main() -> None:
-    """Timings: each compares within one process; run them on an idle machine."""
+    """Timings; run them on an idle machine."""
 
 
 @app.command("throughput")
 def throughput(
     models: Annotated[
         list[str] | None,
-        typer.Argument(help="Presets, checkpoints, or a size for all of its presets: 340m, tiny, 1.3b."),
+        typer.Argument(help="Presets, checkpoints, or a size for all its presets: 340m, tiny, 1.3b."),
     ] = None,
-    prefill: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 2048,
-    decode: Annotated[int, typer.Option(min=1, help="Tokens generated after it.")] = 128,
+    prefill: Annotated[int, typer.Option(min=1, help="Tokens in the prompt.")] = 2048,
+    decode: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 128,
     device: Device = "cpu",
     dtype: Dtype = None,
     output: Output = Path("runs/bench"),
 ) -> None:
-    """Prefill and greedy decoding by the paper's protocol, all models back to back."""
+    """Time prefill and greedy decoding with the paper's protocol, all models back to back."""
     from osdn.benchmarks.throughput import REPEATS, WARM_UPS, expand
     from osdn.benchmarks.throughput import throughput as run
     from osdn.results.store import save_json
@@ -36,7 +36,7 @@ def throughput(
 
     with plain_errors():
         names = expand(models or ["340m"])
-        made(output)
+        writable_folder(output)
         with progress_bar() as progress:
             bar = progress.add_task("throughput", total=len(names) * (WARM_UPS + REPEATS))
 
@@ -55,11 +55,11 @@ def ops(
     device: Device = "cpu",
     output: Output = Path("runs/bench"),
 ) -> None:
-    """The operators against their peers."""
+    """Time the operators against other implementations."""
     from osdn.benchmarks.ops import run
 
     with plain_errors():
-        run(quick, rounds, made(output), device)
+        run(quick, rounds, writable_folder(output), device)
 
 
 @app.command("training")
@@ -69,11 +69,11 @@ def training(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 3,
     output: Output = Path("runs/bench"),
 ) -> None:
-    """The packed trainer against a bare loop."""
+    """Time the packed trainer against a bare training loop."""
     from osdn.benchmarks.training import run
 
     with plain_errors():
-        result = run(config, steps, rounds, made(output))
+        result = run(config, steps, rounds, writable_folder(output))
     rates = result["tokens_per_second"]
     console.print(f"bare loop  {rates['loop']:10,.0f} tokens/s")
     console.print(f"trainer    {rates['trainer']:10,.0f} tokens/s, {100 * result['share']:.1f} % of it")
@@ -82,9 +82,9 @@ def training(
 
 @app.command("zoo")
 def zoo(rounds: Annotated[int, typer.Option(min=1, help="Rounds per row.")] = 3) -> None:
-    """The fast forms of the zoo's rows against their step functions."""
+    """Time the fast forms of the zoo's recurrences against their step functions."""
     from osdn.benchmarks.zoo import run
 
-    with console.status("timing the rows"):
+    with console.status("timing the recurrences"):
         table = run(rounds)
     show(table)

@@ -1,25 +1,23 @@
 """`osdn lab TASK` for every task of the lab, and `osdn demo`."""
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from osdn.terminal import console, made, plain_errors, show
+from osdn.terminal import console, plain_errors, show, writable_folder
 
 if TYPE_CHECKING:
     from osdn.lab.summary import Results
-    from osdn.lab.tasks import Experiment
     from osdn.lab.variants import Variant
 
 
 class Tasks(TyperGroup):
-    """Commands that are made from the tasks when one is asked for: `osdn --help` need not load them."""
+    """Adds one command per task, from a file that lists their options: help needs no torch."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         self._load()
@@ -30,22 +28,22 @@ class Tasks(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
     def _load(self) -> None:
-        from osdn.lab.tasks import EXPERIMENTS
+        from osdn.cli import task_options
 
         if "recall" in self.commands:
             return
         tasks = typer.Typer()
-        for name, experiment in EXPERIMENTS.items():
-            tasks.command(name, cls=ManyValues)(task_command(name, experiment))
-        made = typer.main.get_command(tasks)
-        self.commands = {**made.commands, **self.commands}  # type: ignore[attr-defined]
+        for name, task in task_options.load().items():
+            tasks.command(name, cls=ManyValues)(task_command(name, task))
+        group = typer.main.get_command(tasks)
+        self.commands = {**group.commands, **self.commands}  # type: ignore[attr-defined]
 
 
 app = typer.Typer(help="Small experiments that run on a CPU in minutes.", no_args_is_help=True, cls=Tasks)
 
 
 class ManyValues(TyperCommand):
-    """Lets an option that may be repeated take its values in a row: `--eta 0.001 0.003`."""
+    """Lets a repeatable option take several values in a row: `--eta 0.001 0.003`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         repeated = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
@@ -61,28 +59,28 @@ class ManyValues(TyperCommand):
 
 
 Variants = Annotated[
-    list[str], typer.Option("--variants", help="Names: osdn-apf, osdn+d0, or a row of the zoo.")
+    list[str], typer.Option("--variants", help="Models: osdn-apf, osdn+d0, or a recurrence of the zoo.")
 ]
-Etas = Annotated[list[float], typer.Option("--eta", help="Step sizes to sweep, in a row.")]
-Boxes = Annotated[list[str], typer.Option("--box", help="Boxes to sweep, as 0.5:2.")]
+Etas = Annotated[list[float], typer.Option("--eta", help="Step sizes to sweep, such as 0.001 0.003.")]
+Boxes = Annotated[list[str], typer.Option("--box", help="Bounds of the scale to sweep, such as 0.5:2.")]
 Bias = Annotated[
-    float | None, typer.Option(help="Where a learned bias of every write gate starts; default: no bias.")
+    float | None, typer.Option(help="Initial value of a learned bias in every write gate; default: no bias.")
 ]
 WriteScale = Annotated[
-    float, typer.Option(min=0.0, help="A factor of every write strength; 2 allows strengths up to 2.")
+    float, typer.Option(min=0.0, help="Factor on every write strength; with 2, strengths go up to 2.")
 ]
-Output = Annotated[Path, typer.Option(help="Where results and figures go.")]
-Seeds = Annotated[int, typer.Option(min=1, help="How many seeds.")]
-Width = Annotated[int, typer.Option(min=8, help="Width of the model.")]
-Layers = Annotated[int, typer.Option(min=1, help="Layers of the model.")]
+Output = Annotated[Path, typer.Option(help="Folder for results and figures.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Number of seeds.")]
+Width = Annotated[int, typer.Option(min=8, help="Hidden size of the model.")]
+Layers = Annotated[int, typer.Option(min=1, help="Number of layers.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per step.")]
 Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="List what would be run, and how long it takes.")]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: one per core.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="List the runs and their expected time, and exit.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Number of parallel runs; default: one per core.")]
 
 
-# Options that every task has, in the order of --help; those of the task itself come after `seeds`.
+# Options that every task has, in the order of --help; those of the task come after `seeds`.
 BEFORE: dict[str, Any] = {
     "variants": (Variants, ["delta_net", "osdn", "osdn-apf"]),
     "eta": (Etas, []),
@@ -91,34 +89,31 @@ BEFORE: dict[str, Any] = {
     "write_scale": (WriteScale, 1.0),
 }
 AFTER: dict[str, Any] = {"width": (Width, 64), "layers": (Layers, 2)}
-NOT_ASKED = ("folder", "evaluation", "power")  # fields of tasks that are no options
+TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
 
-def task_command(name: str, experiment: "Experiment") -> Callable[..., None]:
-    """The command of a task: its options are the fields of the task, with the help of its docstring."""
-    task = experiment.task
-    hints, helps = get_type_hints(type(task)), field_docs(type(task))
+def task_command(name: str, task: dict[str, Any]) -> Callable[..., None]:
+    """The command of a task: the options that all tasks share, plus its own."""
     own = {
-        x.name: (Annotated[hints[x.name], typer.Option(help=helps[x.name])], getattr(task, x.name))
-        for x in fields(task)
-        if x.name not in NOT_ASKED
+        field: (Annotated[_type(option["type"]), typer.Option(help=option["help"])], option["default"])
+        for field, option in task["options"].items()
     }
     options = {
         **BEFORE,
-        "seeds": (Seeds, experiment.seeds),
+        "seeds": (Seeds, task["seeds"]),
         **own,
         **AFTER,
-        "steps": (Steps, experiment.steps),
-        "batch": (Batch, experiment.batch),
+        "steps": (Steps, task["steps"]),
+        "batch": (Batch, task["batch"]),
         "learning_rate": (Rate, 0.005),
         "jobs": (Jobs, None),
         "output": (Output, Path("runs/lab") / name),
     }
 
     def command(**given: Any) -> None:
-        run_task(name, experiment, {field: given[field] for field in own}, given)
+        run_task(name, {field: given[field] for field in own}, given)
 
-    command.__doc__ = experiment.words
+    command.__doc__ = task["help"]
     command.__annotations__ = {field: kind for field, (kind, _) in options.items()} | {"return": None}
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -129,20 +124,19 @@ def task_command(name: str, experiment: "Experiment") -> Callable[..., None]:
     return command
 
 
-def field_docs(task: type) -> dict[str, str]:
-    """What the docstring of a task says about its fields."""
-    text = inspect.cleandoc(task.__doc__ or "").partition("Args:\n")[2]
-    found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text, flags=re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", words[:1].upper() + words[1:]) for name, words in found}
+def _type(described: str | list[str]) -> Any:
+    """The type of an option: by name, or one of several words."""
+    return TYPES[described] if isinstance(described, str) else Literal[tuple(described)]
 
 
-def run_task(name: str, experiment: "Experiment", settings: dict[str, Any], options: dict[str, Any]) -> None:
+def run_task(name: str, settings: dict[str, Any], options: dict[str, Any]) -> None:
     """Train and evaluate every variant with every seed; write tables and figures."""
     from osdn.lab.summary import by_label
+    from osdn.lab.tasks import EXPERIMENTS
     from osdn.lab.training import Run
     from osdn.results.names import title
 
-    output = options["output"]
+    experiment, output = EXPERIMENTS[name], options["output"]
     gate = (options["beta_bias"], options["write_scale"])
     chosen = _sweep(options["variants"], options["eta"], options["box"], gate, options["width"], output)
     try:
@@ -160,11 +154,11 @@ def run_task(name: str, experiment: "Experiment", settings: dict[str, Any], opti
             console.rule(f"{title(label)} writes")
             console.print(mine[0]["sample"], markup=False, highlight=False)
     figures = _figures(results, task)
-    _finish(figures | _sweep_figures(grouped, list(experiment.metrics), options["eta"]), output)
+    _save_figures(figures | _sweep_figures(grouped, list(experiment.metrics), options["eta"]), output)
 
 
 def _figures(results: dict[str, Any], task: Any) -> dict[str, Any]:
-    """What there is to draw of a task: its learning curve, and what its evaluation has found."""
+    """The figures of a task: its learning curve, and whatever its evaluation measured."""
     from osdn.results import lab_plots as fig
 
     first = next(iter(results.values()))[0]
@@ -186,21 +180,21 @@ def _figures(results: dict[str, Any], task: Any) -> dict[str, Any]:
 @app.command(cls=ManyValues)
 def referee(
     contestants: Annotated[
-        list[str], typer.Option(help="Names as of --variants; default: every rule on three backbones.")
+        list[str], typer.Option(help="Names as for --variants; default: every rule on three backbones.")
     ] = [],  # noqa: B006
     tasks: Annotated[list[str], typer.Option(help="Names of tasks; default: all that can be learned.")] = [],  # noqa: B006
-    seeds: Annotated[int, typer.Option(min=2, help="How many seeds are judged.")] = 6,
+    seeds: Annotated[int, typer.Option(min=2, help="Number of seeds.")] = 6,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer tasks, contestants and steps.")] = False,
     dry_run: DryRun = False,
     jobs: Jobs = None,
     output: Output = Path("runs/referee"),
 ) -> None:
-    """Compare preconditioners and other updates with plain delta rules that are tuned in the same way."""
+    """Compare preconditioners and other updates with plain delta rules, all tuned in the same way."""
     from osdn.lab import referee as lab
     from osdn.results.referee_page import write_referee
 
     with plain_errors():
-        made(output)
+        writable_folder(output)
         names = contestants or (lab.QUICK_CONTESTANTS if quick else lab.CONTESTANTS)
         protocol = lab.Protocol(lab.TRIALS, tuple(names), seeds=seeds)
         protocol = lab.with_tasks(protocol, tasks or (lab.QUICK if quick else ()))
@@ -209,26 +203,26 @@ def referee(
         content = _contest("referee", protocol, lab.planned, lab.run_referee, output, jobs, dry_run)
         if content is not None:
             command = f"osdn lab referee{' --quick' * quick}"
-            _shown("referee", content, write_referee(output / "referee.html", content, command))
+            _show_contest("referee", content, write_referee(output / "referee.html", content, command))
 
 
 @app.command("write-gate")
 def write_gate(
-    seeds: Annotated[int, typer.Option(min=2, help="How many seeds.")] = 6,
+    seeds: Annotated[int, typer.Option(min=2, help="Number of seeds.")] = 6,
     dry_run: DryRun = False,
     jobs: Jobs = None,
     output: Output = Path("runs/write-gate"),
 ) -> None:
-    """Where the start of DeltaNet's write gate matters: over widths, heads, lengths and budgets."""
+    """Study where the initial value of DeltaNet's write gate matters: widths, heads, lengths, budgets."""
     from osdn.lab import write_gate as lab
     from osdn.results.gate_page import write_gate_page
 
     with plain_errors():
-        made(output)
+        writable_folder(output)
         study = lab.Study(seeds=seeds)
         content = _contest("write-gate", study, lab.planned, lab.run_study, output, jobs, dry_run)
         if content is not None:
-            _shown("write-gate", content, write_gate_page(output / "write-gate.html", content))
+            _show_contest("write-gate", content, write_gate_page(output / "write-gate.html", content))
 
 
 def _contest(
@@ -240,7 +234,7 @@ def _contest(
     jobs: int | None,
     dry_run: bool,
 ) -> dict[str, Any] | None:
-    """Show what is left to run, run it and save the result; nothing more than the plan in a dry run."""
+    """Show what is left to run, run it and save the result; a dry run stops after the plan."""
     from osdn.lab.referee import plan_table, prepared
     from osdn.lab.runner import progress_bar
     from osdn.results.store import save_json
@@ -257,8 +251,8 @@ def _contest(
     return content
 
 
-def _shown(kind: str, content: dict[str, Any], page: Path) -> None:
-    """The main tables and what was found, as the report has them."""
+def _show_contest(kind: str, content: dict[str, Any], page: Path) -> None:
+    """Print the main tables and findings, as in the report."""
     from osdn.results.report import CONTESTS
 
     _, verdicts, tables = CONTESTS[kind]
@@ -266,18 +260,18 @@ def _shown(kind: str, content: dict[str, Any], page: Path) -> None:
         show(table)
     for words in verdicts(content):
         console.print(words, soft_wrap=True, markup=False, highlight=False)
-    console.print(f"the page is {page.resolve()}", soft_wrap=True)
+    console.print(f"wrote {page.resolve()}; open it in a browser", soft_wrap=True)
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("runs/demo"),
+    output: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("runs/demo"),
 ) -> None:
-    """Train small models in minutes and write a page on what online scaling did."""
+    """Train small models in minutes and write a page that shows what online scaling did."""
     from osdn.demo import run_demo
 
     with plain_errors():
-        path = run_demo(made(output), console)
-    console.print(f"the report is {path.resolve()}", soft_wrap=True)
+        path = run_demo(writable_folder(output), console)
+    console.print(f"wrote {path.resolve()}; open it in a browser", soft_wrap=True)
 
 
 def _sweep(
@@ -288,17 +282,17 @@ def _sweep(
     width: int,
     output: Path,
 ) -> "list[Variant]":
-    """The models asked for; what cannot work is refused before the first of them is trained."""
+    """The models to train; settings that cannot work are rejected before the first one is trained."""
     from osdn.lab.variants import sweep
 
     try:
         found = sweep(names, etas, [_bounds(box) for box in boxes], *gate)
         for variant in found:
-            variant.config(width=width)  # refuses what no model can be built from
+            variant.config(width=width)  # raises if no model can be built from it
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with plain_errors():
-        made(output)
+        writable_folder(output)
     return found
 
 
@@ -307,7 +301,7 @@ def _bounds(box: str) -> tuple[float, float]:
     try:
         return float(low), float(high)
     except ValueError:
-        raise ValueError(f"box is {box!r}; it must be two numbers, as 0.5:2") from None
+        raise ValueError(f"box is {box!r}; it must be two numbers, such as 0.5:2") from None
 
 
 def _experiment(
@@ -326,7 +320,7 @@ def _experiment(
 
 
 def _sweep_figures(results: "Results", metrics: list[str], etas: Sequence[float]) -> dict[str, Any]:
-    """A figure per metric of its values against eta, one line per variant and box."""
+    """One figure per metric: its values against eta, one line per variant and box."""
     from osdn.results.lab_plots import step_size_sweep
 
     swept = {variant: mine for variant, mine in results.items() if variant.eta is not None}
@@ -345,9 +339,9 @@ def _sweep_figures(results: "Results", metrics: list[str], etas: Sequence[float]
     return figures
 
 
-def _finish(figures: dict[str, Any], output: Path) -> None:
+def _save_figures(figures: dict[str, Any], output: Path) -> None:
     from osdn.results.style import save
 
     save(figures, output)
-    words = f"results, summary.csv, summary.json and {len(figures)} figures are in {output}"
+    words = f"wrote results, summary.csv, summary.json and {len(figures)} figures to {output}"
     console.print(words, soft_wrap=True)

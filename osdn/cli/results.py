@@ -1,4 +1,4 @@
-"""`osdn compare`, `osdn report` and `osdn plot`: what shows the results of the other commands."""
+"""`osdn compare`, `osdn report` and `osdn plot`: show the results of the other commands."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,50 +6,58 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from osdn.terminal import console, made, messages, plain_errors, printable, show
+from osdn.extras import require
+from osdn.terminal import console, messages, plain_errors, printable, show, writable_folder
 
 if TYPE_CHECKING:
     from osdn.results.store import Store
 
-Results = Annotated[list[Path], typer.Argument(help="Folders or files of results, such as runs.")]
+Results = Annotated[list[Path], typer.Argument(help="Result files, or folders that hold them, such as runs.")]
 
 
 def compare(
     results: Results,
     output: Annotated[Path, typer.Option(help="Folder for the tables and figures.")] = Path("runs/compare"),
 ) -> None:
-    """Print and write the paper's tables for everything that was measured."""
+    """Print and save the paper's tables, filled with everything that was measured."""
+    require("osdn compare", "lab", "matplotlib")
     from osdn.results.comparison import compare as run
     from osdn.results.comparison import tables, write
 
     with plain_errors():
         store = _read(results)
         comparisons = run(store)
-        paths = write(comparisons, made(output))
+        paths = write(comparisons, writable_folder(output))
     for table in tables(comparisons):
         show(table)
-    console.print(f"{', '.join(path.name for path in paths)} are in {output}", soft_wrap=True)
+    console.print(f"wrote {', '.join(path.name for path in paths)} to {output}", soft_wrap=True)
 
 
 def report(
     results: Results,
-    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/report.html"),
-    all_: Annotated[bool, typer.Option("--all", help="Show the paper's full grid, run or not.")] = False,
+    output: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("runs/report.html"),
+    all_: Annotated[
+        bool, typer.Option("--all", help="Show the paper's full grid, including models that were not run.")
+    ] = False,
 ) -> None:
-    """Gather all results into one page with the paper's tables and figures."""
+    """Collect all results on one page, in the paper's tables and figures."""
+    require("osdn report", "lab", "matplotlib")
     from osdn.results.report import write_report
 
     with plain_errors():
-        store = _read(results, must=not all_)
+        store = _read(results, required=not all_)
         page = write_report(store, output, all_)
     console.print(f"{page} holds {len(store.files)} results; open it in a browser", soft_wrap=True)
 
 
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Folders of training runs.")],
-    output: Annotated[Path, typer.Option(help="The figure: PNG, SVG or PDF.")] = Path("runs/loss.png"),
+    output: Annotated[Path, typer.Option(help="Where to write the figure: PNG, SVG or PDF.")] = Path(
+        "runs/loss.png"
+    ),
 ) -> None:
-    """Draw the loss curves of training runs."""
+    """Plot the loss curves of training runs."""
+    require("osdn plot", "lab", "matplotlib")
     from osdn.results import plots
     from osdn.results.store import read_run
 
@@ -60,19 +68,19 @@ def plot(
             run.model.model if names.count(run.model.model) == 1 else f"{run.model.model} ({run.folder})"
             for run in found
         ]
-        made(output.parent)
+        writable_folder(output.parent)
         plots.losses({label: run.lines for label, run in zip(labels, found)}).savefig(output, dpi=160)
     console.print(str(output), soft_wrap=True)
 
 
-def _read(paths: list[Path], must: bool = True) -> "Store":
-    """The results under the paths; files that are not understood are named."""
+def _read(paths: list[Path], required: bool = True) -> "Store":
+    """Read the results under the paths, and name the files that cannot be read."""
     from osdn.results.store import read_results
 
     store = read_results(paths)
     for file, reason in store.unreadable.items():
         messages.print(f"[yellow]left out:[/] {escape(printable(f'{file}: {reason}'))}", soft_wrap=True)
-    if must and not store.files:
+    if required and not store.files:
         places = ", ".join(map(str, paths))
-        raise ValueError(f"{places}: there are no results here; `osdn train` and `osdn eval` write some")
+        raise ValueError(f"{places}: there are no results here; `osdn train` and `osdn eval` write them")
     return store

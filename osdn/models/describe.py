@@ -97,10 +97,10 @@ class Description:
         return "\n".join(f"{label:<{width}}  {value}" for label, value in self.rows())
 
 
-def describe(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
+def describe_model(model: OSDNForCausalLM | OSDNConfig | str | Path) -> Description:
     """The costs of a model, configuration, preset or saved model's directory; allocates no weights.
 
-    >>> describe("osdn-340m").state_mib
+    >>> describe_model("osdn-340m").state_mib
     6.0
     """
     if isinstance(model, nn.Module):

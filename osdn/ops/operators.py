@@ -393,7 +393,7 @@ def check_backend(backend: Any) -> None:
         raise ValueError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(BACKENDS)}')
 
 
-@torch.compiler.assume_constant_result
+@watched.constant_in_graphs
 def _launchable(kind: str) -> bool:
     return triton.available(kind)
 

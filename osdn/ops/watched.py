@@ -1,12 +1,24 @@
 """Who must see the operators of a compiled backend; where nobody does, kernels are called directly."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def constant_in_graphs(function: Decorated) -> Decorated:
+    """Have `torch.compile` call a function instead of tracing it, and keep what it returns.
+
+    This is torch.compiler.assume_constant_result without its import of torch._dynamo, which loads twenty
+    times as many modules as our operators and layers.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def by_autograd(arguments: Iterable[Any]) -> bool:

@@ -206,7 +206,7 @@ def test_the_command_writes_its_result_and_figures(checkpoints, tmp_path):
         done = CliRunner().invoke(app, ["diagnose", str(checkpoints / name), *options])
         assert done.exit_code == 0, done.output
         assert "q_geo" in done.output
-        assert ("the rule of this model is newton, which keeps no scale" in done.output) == (name == "newton")
+        assert ("this model's rule, newton, keeps no scale" in done.output) == (name == "newton")
         result = json.loads((out / "diagnosis.json").read_text())
         assert result["tasks"]["topics_twice"]["prompts"] == 2
         assert result["all"]["boundary"] == 0.5

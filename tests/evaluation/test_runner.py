@@ -453,7 +453,7 @@ def test_a_missing_tokenizer_and_a_missing_lm_eval_are_reported(osdn, tmp_path, 
     done = run(bare, "--suite", "pg19", "--output", tmp_path / "out")
     assert done.exit_code == 1
     assert "has no end-of-text token" in said(done)
-    monkeypatch.setattr("osdn.cli.evaluation.find_spec", lambda name: None)
+    monkeypatch.setattr("osdn.extras.find_spec", lambda name: None)
     done = run(osdn, "--suite", "ppl")
     assert done.exit_code == 1
     assert 'pip install "osdn[eval]"' in said(done)

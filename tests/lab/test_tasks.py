@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from osdn.cli.lab import field_docs
+from osdn.cli.task_options import collect, field_docs, load
 from osdn.lab.mad import Compression, FuzzyRecall, InContextRecall, Memorization, SelectiveCopying
 from osdn.lab.needle import NeedleTask
 from osdn.lab.recall import RecallTask
@@ -71,6 +71,10 @@ def test_every_option_of_a_task_has_help():
     for experiment in EXPERIMENTS.values():
         names = set(experiment.task.__dataclass_fields__)
         assert names == set(field_docs(type(experiment.task)))
+
+
+def test_the_command_line_knows_the_options_of_every_task():
+    assert load() == collect(), "run python -m osdn.cli.task_options"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def available(dtype: torch.dtype = torch.float32) -> bool:
     return True
 
 
-@torch.compiler.assume_constant_result  # it may run a compiler, which must not be traced
+@watched.constant_in_graphs  # it may run a compiler, which must not be traced
 def compiled(dtype: torch.dtype = torch.float32) -> bool:
     """The same, where `torch.compile` may be looking."""
     return available(dtype)

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from osdn.benchmarks.ops import Problem
+from osdn.benchmarks.ops import Workload
 from osdn.ops import cpu, delta_rule, online_scaled_delta_rule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Calls = dict[tuple[str, torch.dtype], Callable[[], Any]]
 
 
-def kernels(name: str, p: Problem, dtype: torch.dtype, decay: Any, online: bool) -> Calls:
+def kernels(name: str, p: Workload, dtype: torch.dtype, decay: Any, online: bool) -> Calls:
     """Forward and backward without their surroundings."""
     q, k, v, beta = p.inputs
     settings = {"rule": 1, "beta_aware": 1, "eta": 0.003, "low": 0.5, "high": 2.0, "eps": 1e-6}
@@ -38,7 +38,7 @@ def kernels(name: str, p: Problem, dtype: torch.dtype, decay: Any, online: bool)
     }
 
 
-def whole(name: str, p: Problem, dtype: torch.dtype, decay: Any, online: bool) -> Calls:
+def whole(name: str, p: Workload, dtype: torch.dtype, decay: Any, online: bool) -> Calls:
     def run(*inputs: torch.Tensor) -> torch.Tensor:
         operator = online_scaled_delta_rule if online else delta_rule
         return operator(*inputs, log_decay=decay, backend="cpu")[0]
@@ -62,7 +62,7 @@ def main() -> None:
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
     calls: Calls = {}
     for dtype in DTYPES:
-        p = Problem(1, arguments.tokens, 8, 128, 128, dtype=dtype)
+        p = Workload(1, arguments.tokens, 8, 128, 128, dtype=dtype)
         for name, decay in {"delta_net": None, "gdn": p.decay, "kda": p.channel_decay}.items():
             calls |= kernels(name, p, dtype, decay, False) | whole(name, p, dtype, decay, False)
         calls |= kernels("osdn", p, dtype, None, True) | whole("osdn", p, dtype, None, True)

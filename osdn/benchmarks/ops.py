@@ -83,9 +83,6 @@ class Workload:
         return s["B"] * s["T"] * s["H"] * s["K"] * s["V"]
 
 
-Problem = Workload  # the name that benchmarks/half.py imports
-
-
 def variants(p: Workload, backend: str, names: Collection[str] = VARIANTS) -> dict[str, Any]:
     """Functions of (q, k, v, beta) that return the outputs for sequences, by name and backend."""
     calls: dict[str, Any] = {

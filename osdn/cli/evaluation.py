@@ -81,13 +81,13 @@ def evaluate(
         if checkpoint is None:
             raise ValueError("name a checkpoint: osdn eval CHECKPOINT --suite recall")
         require("osdn eval", "eval", "lm_eval")
-        from osdn.evaluation.runner import Evaluation, Settings
+        from osdn.evaluation.runner import Evaluation, EvaluationSettings
 
         if int(os.environ.get("RANK", "0")) > 0:  # only the first of several processes prints
             console.quiet = messages.quiet = True
         if output is not None:
             writable_folder(output)
-        settings = Settings(
+        settings = EvaluationSettings(
             checkpoint, data_dir, window, books, limit, batch_size, max_length, device, dtype, quantize, name
         )
         with messages.status(f"loading {escape(checkpoint)}"):
@@ -134,7 +134,7 @@ class _ProgressBars:
 
 def _data_table(suites: list[str], data_dir: Path | None) -> "Table":
     """The data that each task reads, and where it would come from."""
-    from osdn.evaluation.data import whereabouts
+    from osdn.evaluation.data import data_location
     from osdn.evaluation.suites import INSTALLED, SUITES
     from osdn.hub import hub_answers
     from osdn.results.tables import Cell, Row, Table
@@ -145,7 +145,7 @@ def _data_table(suites: list[str], data_dir: Path | None) -> "Table":
         rows.append(Row(suite, [], rule=True, heading=True))
         for task in SUITES[suite]:
             local = task.data == INSTALLED
-            place = "here" if local else words[whereabouts(task.data, task.config, data_dir)]
+            place = "here" if local else words[data_location(task.data, task.config, data_dir)]
             there = Cell(place, good=False if place == "missing" else None)
             rows.append(Row(task.name, [Cell(task.documents), there]))
     return Table("Data of the suites", ["data set, split", "where"], rows, corner="task", left=(0, 1))

@@ -98,9 +98,6 @@ def data_location(path: str, name: str | None, data_dir: str | Path | None) -> s
     return "cache" if cached.is_dir() and (not name or (cached / name).is_dir()) else "hub"
 
 
-whereabouts = data_location  # the name that osdn.cli.evaluation imports
-
-
 @contextmanager
 def dataset_progress(shown: bool) -> Iterator[None]:
     """Show or hide the progress bars of `datasets`: useful for downloads, noise for every small `map`."""

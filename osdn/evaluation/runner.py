@@ -59,9 +59,6 @@ class EvaluationSettings:
             )
 
 
-Settings = EvaluationSettings  # the name that osdn.cli.evaluation imports
-
-
 class Observer(Protocol):
     """Shows progress."""
 

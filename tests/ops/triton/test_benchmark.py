@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from osdn.benchmarks import gpu as bench_gpu
-from osdn.benchmarks.ops import Problem, on_cpu
+from osdn.benchmarks.ops import Workload, on_cpu
 from osdn.cli import app
 from osdn.ops import delta_rule
 from tests.ops.problems import relative_error
@@ -50,9 +50,9 @@ def peer(monkeypatch):
 
 
 def test_contenders_compute_the_same(peer):
-    p = Problem(1, 20, 1, 16, 12, DEVICE)
+    p = Workload(1, 20, 1, 16, 12, DEVICE)
     found = {name: f(*p.inputs) for name, f in bench_gpu.contenders(p).items()}
-    one = Problem(1, 1, 1, 16, 12, DEVICE)
+    one = Workload(1, 1, 1, 16, 12, DEVICE)
     decoded = {name: call()[0] for name, call in bench_gpu.decoding(one).items()}
     for name in ("delta_net", "gdn", "kda"):
         for other in ("chunkwise", "fla"):
@@ -64,7 +64,7 @@ def test_contenders_compute_the_same(peer):
 
 def test_every_variant_is_timed_next_to_what_is_implied():
     """One call each instead of ten, as there is no GPU to fill."""
-    tables = bench_gpu.measure(Problem(1, 20, 1, 16, 12, DEVICE), 1, lambda call, repeat: on_cpu(call, 1))
+    tables = bench_gpu.measure(Workload(1, 20, 1, 16, 12, DEVICE), 1, lambda call, repeat: on_cpu(call, 1))
     where = "B=1 T=20 H=1 K=16 V=12, float32"
     assert [table["title"] for table in tables] == [f"forward, {where}", f"forward and backward, {where}"]
     for table in tables:

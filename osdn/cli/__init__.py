@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from osdn.cli import analysis, bench, evaluation, lab, results, serving, training
+from osdn.cli import analysis, bench, evaluation, lab, reproduction, results, serving, training
 from osdn.terminal import console
 
 app = typer.Typer(help="Online Scaled DeltaNet.", no_args_is_help=True, add_completion=False)
@@ -44,6 +44,7 @@ app.add_typer(bench.app, name="bench")
 app.command()(results.compare)
 app.command()(results.report)
 app.command()(results.plot)
+app.command()(reproduction.reproduce)
 
 app.command()(analysis.theory)
 app.command()(analysis.zoo)

@@ -30,6 +30,9 @@ def diagnose(
     data_dir: Annotated[Path | None, typer.Option(help="A mirror of the tasks' data sets.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a prompt at most.")] = 2048,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens of one reading in a task's prompts, as in `osdn eval`.")
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = None,
     output: Annotated[
@@ -53,14 +56,14 @@ def diagnose(
     with plain_errors():
         made(output or Path("runs/diagnose"))
         tokenizer = load_tokenizer(checkpoint)
-        total, chosen = select(tokenizer, prompts, task or [], count, length, data_dir)
+        total, chosen = select(tokenizer, prompts, task or [], count, length, data_dir, window)
         model = load_model(checkpoint, device, dtype)
         identity = identify(model, checkpoint, name)
         folder = output or Path("runs/diagnose") / identity.model
         _refuse_another(folder / "diagnosis.json", identity.weights, output is None)
         with progress_bar() as progress:
             bar = progress.add_task(f"prompts read by {identity.model}", total=total)
-            protocol = {"count": count, "length": length}
+            protocol = {"count": count, "length": length, "window": window}
             result = run(model, chosen, lambda _: progress.advance(bar), identity=identity, protocol=protocol)
         path = save_json(folder / "diagnosis.json", result)
         plots.save(plots.diagnosis({identity.model: result}), folder)

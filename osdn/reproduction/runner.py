@@ -200,13 +200,14 @@ class Runner:
         taken: list[tuple[Job, float]] = []
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         bar = Progress(*columns, TextColumn("{task.fields[live]}"), console=self.console, transient=True)
-        with bar, _stoppable():
+        with bar, _stoppable() as stop_if_asked:
             task = bar.add_task(words, total=sum(left.values()), live="")
             try:
                 while waiting or running:
                     while waiting and len(running) < layout.processes:
                         running.append(self._start(waiting.pop(0), layout))
                     time.sleep(0.2)
+                    stop_if_asked()
                     for one in [one for one in running if one.process.poll() is not None]:
                         running.remove(one)
                         taken.append((one.job, self._end(one)))
@@ -246,6 +247,7 @@ class Runner:
     def _end(self, one: Running) -> float:
         """The seconds of a job that has ended; an error if it left no result."""
         seconds = time.perf_counter() - one.start
+        self._note(one, seconds)
         if one.process.returncode != 0 or not one.job.is_done():
             said = one.log.read_text(errors="replace").splitlines()[-SAID:]
             raise JobError(
@@ -256,7 +258,6 @@ class Runner:
         if one.job.kind == "train":  # a finished run needs its model alone
             for checkpoint in one.job.leaves[0][0].parent.glob("checkpoint-*"):
                 shutil.rmtree(checkpoint)
-        self._note(one, seconds)
         if not self.console.is_terminal:
             self.console.print(f"{one.job.name}: {seconds:,.0f} s", highlight=False, markup=False)
         return seconds
@@ -306,17 +307,21 @@ def _alone(folder: Path, console: Console) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM stops as Ctrl-C does."""
+def _stoppable() -> Iterator[Callable[[], None]]:
+    """SIGTERM and Ctrl-C are noted, and raise KeyboardInterrupt where the body asks: no command is lost."""
+    noted: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda number, frame: noted.append(number)) for number in numbers]
 
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
+    def ask() -> None:
+        if noted:
+            raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
     try:
-        yield
+        yield ask
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
 
 
 def _cores() -> int:

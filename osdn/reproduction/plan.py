@@ -7,7 +7,7 @@ is measured last, when nothing else runs.
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,11 @@ class Plan:
     def begin(self) -> None:
         """Write what this folder is for and the config of every model; another reproduction is refused."""
         path = self.folder / BEGUN
-        text = {"source": self.profile.source, "fingerprint": SourceFiles(self.profile.source).fingerprint}
+        text = {
+            "source": self.profile.source,
+            "fingerprint": SourceFiles(self.profile.source).fingerprint,
+            "questions": SourceFiles("installed").fingerprint,  # what the recall tasks ask about
+        }
         wanted = json.loads(json.dumps({"profile": asdict(self.profile), "text": text}))
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
@@ -166,20 +170,25 @@ class Plan:
     def evaluations(self, model: str, seed: int, folder: Path | None = None) -> list[Job]:
         """What is measured of a trained model."""
         p, run, of = self.profile, folder or self.run_folder(model, seed), f"{model}, seed {seed}"
-        recall = ("eval", run / "model", "--suite", "code_recall", "--suite", "pg19", "--books", self.books)
-        recall = (*recall, "--window", p.window, "--limit", max(p.questions, p.books))
+        suites = ("--suite", "code_recall", "--suite", "pg19", "--books", self.books)
+        questions = ("--window", p.window, "--limit", max(p.questions, p.books))
         tasks = [word for task in CODE_TWICE for word in ("--task", task)]
-        ratios = ("diagnose", run / "model", *tasks, "--count", p.prompts, "--window", p.window)
-        ratios = (*ratios, "--length", 2 * p.window)
+        prompts = ("--count", p.prompts, "--window", p.window, "--length", 2 * p.window)
         return [
             _job(
                 "evaluate",
                 of,
-                (*recall, "--output", run / "eval"),
+                ("eval", run / "model", *suites, *questions, "--output", run / "eval"),
                 {run / "eval" / name: "complete" for name in OUTCOMES},
                 model,
             ),
-            _job("diagnose", of, (*ratios, "--output", run), {run / "diagnosis.json": None}, model),
+            _job(
+                "diagnose",
+                of,
+                ("diagnose", run / "model", *tasks, *prompts, "--output", run),
+                {run / "diagnosis.json": None},
+                model,
+            ),
         ]
 
     def chains(self, precision: str) -> list[list[Job]]:
@@ -214,7 +223,7 @@ def _job(
     kind: str,
     of: str,
     arguments: Sequence[object],
-    leaves: dict[Path, str | None],
+    leaves: Mapping[Path, str | None],
     model: str | None = None,
     steps: int = 0,
 ) -> Job:

@@ -23,7 +23,7 @@ BLOCKS = {  # the models by the plain delta rule that they are compared with
 class Profile:
     name: str
     seeds: dict[str, int]  # how many, of each model
-    source: str  # of the text: stdlib or installed
+    source: str  # of the text that is trained on: stdlib or installed
     vocab_size: int
     width: int
     layers: int
@@ -103,7 +103,7 @@ MINUTES = Profile(
 LAPTOP = Profile(
     name="laptop",
     seeds={model: 6 if model in DELTA_NET else 3 for models in BLOCKS.values() for model in models},
-    source="installed",
+    source="stdlib",
     vocab_size=4096,
     width=128,
     layers=3,

@@ -358,9 +358,9 @@ def figures(content: Content) -> dict[str, tuple[Figure, str]]:
         plots.contraction(diagnoses),
         "Residual ratio on prompts that are read twice; bands and whiskers are 95 % intervals over seeds.",
     )
-    curves = {title(m): _buckets(content, m) for m in content["models"]}
+    curves = {title(m): scores for m in content["models"] if (scores := _buckets(content, m))}
     drawn["long_documents"] = (
-        plots.perplexity_by_position({label: row for label, row in curves.items() if all(row)}),
+        plots.perplexity_by_position(curves),
         "Perplexity by position in held-out files; bands are 95 % intervals over seeds.",
     )
     for plain in dict.fromkeys(model["baseline"] for model in content["models"].values()):
@@ -385,9 +385,11 @@ def _loss_lines(content: Content, model: str) -> list[dict[str, Any]]:
     return [{"tokens": t, "step": t / per_step, "loss": x} for t, x in zip(tokens, losses)]
 
 
-def _buckets(content: Content, model: str) -> list[Score | None]:
-    found = [estimate(values(content, model, bucket)) for bucket in BUCKETS]
-    return [e and Score(e.mean, e.high - e.mean if e.seeds > 1 else None) for e in found]
+def _buckets(content: Content, model: str) -> list[Score]:
+    """The perplexity of every bucket with half of its interval; none if one lacks."""
+    found = [e for e in (estimate(values(content, model, bucket)) for bucket in BUCKETS) if e is not None]
+    scores = [Score(e.mean, e.high - e.mean if e.seeds > 1 else None) for e in found]
+    return scores if len(scores) == len(BUCKETS) else []
 
 
 def _diagnosis(content: Content, model: str) -> dict[str, Any]:

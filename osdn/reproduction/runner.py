@@ -201,7 +201,8 @@ class Runner:
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         bar = Progress(*columns, TextColumn("{task.fields[live]}"), console=self.console, transient=True)
         with bar, _stoppable() as stop_if_asked:
-            task = bar.add_task(words, total=sum(left.values()), live="")
+            total = sum(left.values())
+            task = bar.add_task(words, total=total, live="")
             try:
                 while waiting or running:
                     while waiting and len(running) < layout.processes:
@@ -217,7 +218,7 @@ class Runner:
                     begun = {one.job: one.job.share() for one in running}
                     open_ = sum(t * (1 - begun.get(job, 0.0)) for job, t in left.items())
                     live = "; ".join(escape(printable(one.job.name)) for one in running)
-                    bar.update(task, completed=bar.tasks[0].total - open_, live=live)
+                    bar.update(task, completed=total - open_, live=live)
             except BaseException:
                 self._stop(running)
                 raise

@@ -41,14 +41,14 @@ class Measure:
 
 
 RECALL = Measure("recall", "code_recall", "recall", paper.MAIN)
-TWICE = Measure("recall after two readings", "code_repeated", "recall_repeated", paper.MAIN)
-SINGLE = Measure("recall after one reading", "code_single", "recall_single", paper.MAIN)
+TWICE = Measure("repeated recall", "code_repeated", "recall_repeated", paper.MAIN)
+SINGLE = Measure("single-pass recall", "code_single", "recall_single", paper.MAIN)
 RATIO = Measure("residual ratio", "q_geo", "q_geo", paper.RESIDUALS)
 PERPLEXITY = Measure("perplexity", "lm_ppl", "lm_ppl", paper.MAIN, digits=2)
-LONG = Measure("perplexity of long documents", "pg19_ppl", "pg19_ppl", paper.MAIN, digits=2)
+LONG = Measure("long-document perplexity", "pg19_ppl", "pg19_ppl", paper.MAIN, digits=2)
 # The ablations' own table, where a model is compared with OSDN.
 ABLATED_RECALL = Measure("recall", "code_recall", "recall", paper.ABLATIONS)
-ABLATED_LONG = Measure("perplexity of long documents", "pg19_ppl", "pg19_ppl", paper.ABLATIONS, digits=2)
+ABLATED_LONG = Measure("long-document perplexity", "pg19_ppl", "pg19_ppl", paper.ABLATIONS, digits=2)
 
 # What the paper's text points out in its tables; which way, its figures say.
 CLAIMS: tuple[tuple[Measure, tuple[str, ...], str | None], ...] = (
@@ -74,16 +74,14 @@ ASKED = (RECALL, PERPLEXITY, LONG, RATIO)
 class Finding:
     """A claim, what was measured, and the verdict."""
 
+    model: str  # its title
     words: str
     verdict: str
-    measured: str
-    printed: str  # of the paper; empty where it says nothing
-    ours: Estimate  # relative to the baseline, in per cent
+    measured: str  # the two values, here
+    difference: str  # with its interval
+    printed: str  # the two values of the paper; empty where it has none
+    ours: Estimate  # the difference relative to the baseline, in per cent
     theirs: float | None  # the paper's, too
-
-    def __str__(self) -> str:
-        said = f"; the paper, at 340M: {self.printed}" if self.printed else ""
-        return f"{self.words}: {self.measured}{said}."
 
 
 def judge(found: Estimate, direction: float, least: float) -> str:
@@ -110,12 +108,15 @@ def _claim(content: Content, measure: Measure, model: str, base: str) -> Finding
         return None
     a, b = (measure.table.rows[f"{name}-340m"][measure.theirs] for name in (model, base))
     direction, relative = math.copysign(1, a - b), abs(a - b) / b
-    side = measure.more if direction > 0 else measure.less
+    side, digits = measure.more if direction > 0 else measure.less, measure.digits
+    other = "" if base == baseline_of(model) else f" than {title(base)}"
     return Finding(
-        f"{title(model)} has a {side} {measure.words} than {title(base)}",
+        title(model),
+        f"{side} {measure.words}{other}",
         judge(ours, direction, HALF * relative * level),
-        _said(ours, level, measure.digits),
-        f"{b:g} → {a:g} ({100 * (a - b) / b:+.0f} %)",
+        _two(level, level + ours.mean, digits),
+        _interval(ours, digits),
+        _two(b, a, digits),
         _per_cent(ours, level),
         100 * (a - b) / b,
     )
@@ -129,19 +130,22 @@ def _compared(content: Content, measure: Measure, model: str, base: str) -> tupl
 
 
 def _speeds(content: Content) -> Iterator[Finding]:
+    speeds, printed = content["throughput"], paper.THROUGHPUT.rows
     for model in SPEED:
-        changes = content["throughput"].get(model, {}).get("changes")
+        changes = speeds.get(model, {}).get("changes")
         if not changes:
             continue
         found, base = t_interval(changes), baseline_of(model)
         inside = found.low >= -PARITY and found.high <= PARITY
         outside = found.low > PARITY or found.high < -PARITY
-        theirs = paper.MAIN.rows[f"{model}-340m"]["throughput_change"]
+        theirs = printed[f"{model}-340m"]["throughput_change"]
         yield Finding(
-            f"{title(model)} is about as fast as {title(base)}",
+            title(model),
+            "speed at parity",
             SHOWS if inside else NOT if outside else UNSEEN,
-            f"{found.mean:+.1f} % tokens per second [{found.low:+.1f}, {found.high:+.1f}]",
-            f"{theirs:+.1f} % on an H100",
+            _two(*(speeds[name]["tokens_per_second"] for name in (base, model)), 0),
+            f"{_interval(found, 1)} %",
+            _two(*(printed[f"{name}-340m"]["tokens_per_second"] for name in (base, model)), 0),
             found,
             theirs,
         )
@@ -156,18 +160,19 @@ def answers(content: Content) -> list[Finding]:
             if ours is None:
                 continue
             verdict = measure.more if ours.low > 0 else measure.less if ours.high < 0 else UNSEEN
-            words = f"{title(model)} against {title(base)}, {measure.words}"
-            said = _said(ours, level, measure.digits)
-            found.append(Finding(words, verdict, said, "", _per_cent(ours, level), None))
+            words = f"{measure.words}, against {title(base)}"
+            both, said = _two(level, level + ours.mean, measure.digits), _interval(ours, measure.digits)
+            found.append(Finding(title(model), words, verdict, both, said, "", _per_cent(ours, level), None))
     return found
 
 
-def _said(d: Estimate, level: float, digits: int) -> str:
-    share = f" ({100 * d.mean / level:+.0f} %)" if level else ""
+def _two(base: float, model: float, digits: int) -> str:
+    return f"{base:,.{digits}f} → {model:,.{digits}f}"
+
+
+def _interval(d: Estimate, digits: int) -> str:
     interval = f" [{d.low:+.{digits}f}, {d.high:+.{digits}f}]" if d.seeds > 1 else ", one seed"
-    return (
-        f"{level:.{digits}f} → {level + d.mean:.{digits}f}{share}, difference {d.mean:+.{digits}f}{interval}"
-    )
+    return f"{d.mean:+.{digits}f}{interval}"
 
 
 def _per_cent(d: Estimate, level: float) -> Estimate:

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from osdn.reproduction.claims import NOT, RULE, SHOWS, UNSEEN, Finding, answers, findings
 from osdn.reproduction.profiles import ABLATIONS
 from osdn.reproduction.results import Content, difference, estimate, mean_rows, values
+from osdn.reproduction.runner import Layout
 from osdn.results import paper, plots
 from osdn.results.names import title
 from osdn.results.page import figure, section, table, write_page
@@ -24,7 +25,7 @@ from osdn.results.paper import BUCKETS
 from osdn.results.scores import CODE, CODE_TWICE, Score
 from osdn.results.statistics import Estimate, t_interval
 from osdn.results.style import GREY, INK, STYLE, legend_label, panel, styled
-from osdn.results.tables import Cell, Row, Table, markdown, number
+from osdn.results.tables import NONE, Cell, Row, Table, markdown, number
 
 PAGE, TABLES = "report.html", "tables.md"
 BEGIN, END = "<!-- made by osdn reproduce: begin -->", "<!-- made by osdn reproduce: end -->"
@@ -160,37 +161,63 @@ def with_tables(text: str, content: Content) -> str:
 def lead(content: Content) -> str:
     p, text, choice = content["profile"], content["text"], content["machine_choice"]
     sizes = [model["parameters"] for model in content["models"].values()]
+    layout = Layout(**choice["layout"])
     seeds = sorted(set(p["seeds"].values()))
     several = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
     tokens = p["steps"] * p["tokens_per_step"]
     return (
-        f"{len(content['models'])} models of {min(sizes) / 1e6:.2f} to {max(sizes) / 1e6:.2f} million "
-        f"parameters, {several} seeds each, {tokens / 1e6:.2f} million tokens per run of Python's "
+        f"{len(content['models'])} models of {min(sizes):,} to {max(sizes):,} parameters, "
+        f"{several} seeds each, {tokens / 1e6:.2f} million tokens per run of Python's "
         f"{'standard library' if text['source'] == 'stdlib' else 'standard library and installed packages'} "
         f"({text['documents']:,} files, {text['tokens'] / 1e6:.1f} million tokens, digest {text['digest']}), "
-        f"vocabulary {p['vocab_size']:,}. {content['hours']:.2f} hours as {choice['layout']['processes']} "
-        f"processes with {choice['layout']['threads']} threads each in {choice['precision']} on "
-        f"{content['machine']['cpu']}, {content['machine']['cores']} cores."
+        f"vocabulary {p['vocab_size']:,}. {content['hours']:.1f} hours as {layout} in "
+        f"{choice['precision']} on {content['machine']['cpu']}, {content['machine']['cores']} cores."
     )
 
 
 def tables_in_markdown(content: Content) -> str:
     """Everything but the figures."""
     parts = [lead(content), "## What shows", RULE]
-    for verdict, found in _by_verdict(findings(content)):
-        parts.append(f"**{HEADINGS[verdict]}**\n\n" + "\n".join(f"- {one}" for one in found))
+    parts.append("\n".join(f"- **{heading}**: {words}" for heading, words in summary(content)))
     return "\n\n".join([*parts, markdown(tables(content)).rstrip(), ABSENT]) + "\n"
 
 
-def _by_verdict(found: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    for verdict in HEADINGS:
-        if group := [one for one in found if one.verdict == verdict]:
-            yield verdict, group
+def summary(content: Content) -> Iterator[tuple[str, str]]:
+    """For each verdict, the claims that got it."""
+    found = findings(content)
+    for verdict, heading in HEADINGS.items():
+        group: dict[str, list[str]] = {}  # the models of each claim
+        for one in found:
+            if one.verdict == verdict:
+                group.setdefault(one.words, []).append(one.model)
+        said = "; ".join(f"{words}: {', '.join(models)}" for words, models in group.items())
+        yield f"{heading} ({sum(map(len, group.values()))} of {len(found)})", f"{said or 'none'}."
+
+
+def claim_table(content: Content) -> Table:
+    """Every claim with what was measured and what the paper has."""
+    rows, found = [], findings(content)
+    for verdict, heading in HEADINGS.items():
+        group = [one for one in found if one.verdict == verdict]
+        rows += [Row(heading, [], rule=True, heading=True)] if group else []
+        for one in group:
+            cells = [one.measured, one.difference, _share(one.ours.mean), one.printed, _share(one.theirs)]
+            rows.append(Row(f"{one.model}: {one.words}", [Cell(text) for text in cells]))
+    note = (
+        "Values of the block's plain delta rule (of OSDN, where it says so) and of the model; their "
+        "difference, paired by seed, with its 95 % interval."
+    )
+    heads = ["here", "difference", "%", "the paper, 340M", "%"]
+    return Table("The paper's claims", heads, rows, note, corner="claim")
+
+
+def _share(x: float | None) -> str:
+    return number(x, 1, True) if x is not None and np.isfinite(x) else NONE
 
 
 def tables(content: Content) -> list[Table]:
     """The paper's tables in its order, then what it leaves open, speed and sizes."""
-    found = [one for spec in SPECS for one in spec_tables(content, spec)]
+    found = [claim_table(content), *(one for spec in SPECS for one in spec_tables(content, spec))]
     more = (answer_table(content), speed_table(content), size_table(content))
     return [*found, *(one for one in more if one.rows)]
 
@@ -269,14 +296,14 @@ def _printed(spec: Spec, columns: Sequence[Shown], model: str, base: str | None 
 def answer_table(content: Content) -> Table:
     """What the paper does not compare."""
     rows = [
-        Row(one.words, [Cell(one.verdict, best=one.verdict != UNSEEN), Cell(one.measured)])
+        Row(f"{one.model}: {one.words}", [Cell(text) for text in (one.verdict, one.measured, one.difference)])
         for one in answers(content)
     ]
     note = (
         "DeltaNet with a write gate that starts at a strength of 0.12 in place of 0.5, and Newton's method "
         "in place of the paper's step. A verdict is given where the 95 % interval leaves zero out."
     )
-    return Table("What the paper does not compare", ["verdict", "measured"], rows, note, left=(0, 1))
+    return Table("What the paper does not compare", ["verdict", "here", "difference"], rows, note, left=(0,))
 
 
 def speed_table(content: Content) -> Table:
@@ -315,13 +342,14 @@ def size_table(content: Content) -> Table:
 
 
 def _page(content: Content, drawn: dict[str, tuple[Figure, str]], path: Path) -> Path:
-    found = findings(content)
-    body = [f'<p class="note">{escape(RULE)}</p>']
-    for verdict, group in _by_verdict(found):
-        items = "".join(f"<li>{escape(str(one))}</li>" for one in group)
-        body.append(f'<h3>{HEADINGS[verdict]}</h3><ul class="verdicts">{items}</ul>')
-    if "claims" in drawn:
-        body.append(figure(*drawn["claims"]))
+    items = "".join(
+        f"<li><b>{escape(heading)}</b>: {escape(words)}</li>" for heading, words in summary(content)
+    )
+    claims = [figure(*drawn["claims"])] if "claims" in drawn else []
+    body = [
+        f'<ul class="verdicts">{items}</ul><p class="note">{escape(RULE)}</p>',
+        section("The paper's claims", *claims, table(claim_table(content), heading=False)),
+    ]
     for spec in SPECS:
         if parts := [table(one, heading=i > 0) for i, one in enumerate(spec_tables(content, spec))]:
             placed = [figure(*drawn[name]) for name in FIGURES.get(spec.title, ()) if name in drawn]
@@ -426,10 +454,12 @@ def claim_plot(found: Sequence[Finding]) -> Figure:
             axes.plot(one.theirs, -i, "D", ms=4, mfc="white", mec=INK)
     axes.axvline(0, color=INK, lw=0.8)
     axes.set_xlim(-reach, reach)
-    axes.set_yticks([-i for i in range(len(found))], [legend_label(one.words) for one in found])
+    axes.set_yticks(
+        [-i for i in range(len(found))], [legend_label(f"{one.model}: {one.words}") for one in found]
+    )
     axes.set_ylim(-len(found) + 0.4, 0.6)
     for verdict in dict.fromkeys(one.verdict for one in found):
         axes.plot([], [], "o-", ms=4.5, color=colour[verdict], label=verdict)
     axes.plot([], [], "D", ms=4, mfc="white", mec=INK, label="the paper's, 340M")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.3, 1.0), ncols=4)
     return drawing

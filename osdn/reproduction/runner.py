@@ -128,8 +128,9 @@ def measure(plan: Plan, runner: "Runner") -> Machine:
     best = max(trials, key=_rate)
     start = min(trial.pop("start_seconds") for trial in trials)
     seconds = {}
-    for plain in dict.fromkeys(map(baseline_of, p.seeds)):
-        known = best if plain == first else _trial(plan, runner, plain, layout, best["precision"])
+    blocks = {baseline_of(model): model for model in reversed(p.seeds)}  # the first model of each
+    for plain, model in blocks.items():
+        known = best if model == first else _trial(plan, runner, model, layout, best["precision"])
         seconds[f"train {plain}"] = start + p.tokens * layout.processes / _rate(known)
     copies = [_trial_folder(plan, best, i) for i in range(layout.processes)]
     taken = runner.run([plan.evaluations(first, 0, copy) for copy in copies], layout, "trial evaluation")
@@ -199,7 +200,13 @@ class Runner:
         running: list[Running] = []
         taken: list[tuple[Job, float]] = []
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        bar = Progress(*columns, TextColumn("{task.fields[live]}"), console=self.console, transient=True)
+        bar = Progress(
+            *columns,
+            TextColumn("{task.fields[live]}"),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
         with bar, _stoppable() as stop_if_asked:
             total = sum(left.values())
             task = bar.add_task(words, total=total, live="")

@@ -39,7 +39,7 @@ def results(**scores):
 
 
 def verdict_of(content, words):
-    [found] = [one for one in findings(content) if words in one.words]
+    [found] = [one for one in findings(content) if words in f"{one.model}: {one.words}"]
     return found
 
 
@@ -49,12 +49,13 @@ def test_seeds_are_paired_and_the_paper_says_which_way():
         delta_net={"code_recall": base, "q_geo": [0.5, 0.6, 0.7]},
         osdn={"code_recall": base + np.array([0.05, 0.06, 0.07]), "q_geo": [0.6, 0.7, 0.8]},
     )
-    more = verdict_of(content, "OSDN has a higher recall than DeltaNet")
+    more = verdict_of(content, "OSDN: higher recall")
     assert more.verdict == SHOWS  # though the seeds of both overlap
     assert more.ours.mean == pytest.approx(100 * 0.06 / 0.30)
     assert more.theirs == pytest.approx(32)
-    assert "0.300 → 0.360 (+20 %)" in str(more)
-    assert verdict_of(content, "OSDN has a lower residual ratio").verdict == NOT  # it is higher in every seed
+    assert (more.measured, more.printed) == ("0.300 → 0.360", "0.150 → 0.198")
+    assert more.difference.startswith("+0.060 [+0.035")
+    assert verdict_of(content, "OSDN: lower residual ratio").verdict == NOT  # it is higher in every seed
 
 
 def test_only_shared_seeds_count():
@@ -62,7 +63,7 @@ def test_only_shared_seeds_count():
         delta_net={"code_recall": [0.2, 0.2, 0.9, 0.9]},
         osdn={"code_recall": [0.3, 0.31]},
     )
-    assert verdict_of(content, "OSDN has a higher recall").ours.mean == pytest.approx(52.5)
+    assert verdict_of(content, "OSDN: higher recall").ours.mean == pytest.approx(52.5)
 
 
 def test_ablations_are_compared_with_osdn():
@@ -70,7 +71,7 @@ def test_ablations_are_compared_with_osdn():
         osdn={"code_recall": [0.3, 0.31, 0.3]}, **{"osdn-d0": {"code_recall": [0.2, 0.21, 0.2]}}
     )
     found = verdict_of(content, "OSDN+D0")
-    assert found.words == "OSDN+D0 has a lower recall than OSDN"
+    assert found.words == "lower recall than OSDN"
     assert found.verdict == SHOWS
 
 
@@ -79,13 +80,14 @@ def test_ablations_are_compared_with_osdn():
     [([-1, 0, 1, 0, 1], SHOWS), ([-20, -21, -20, -19, -20], NOT), ([-9, 3, -2, 8, -5], UNSEEN)],
 )
 def test_speed_is_judged_by_the_papers_bound(changes, verdict):
-    content = results(osdn={"q_geo": [0.5]}) | {"throughput": {"osdn": {"changes": changes}}}
-    assert verdict_of(content, "as fast as").verdict == verdict
+    speeds = {"delta_net": {"tokens_per_second": 100}, "osdn": {"tokens_per_second": 99, "changes": changes}}
+    content = results(osdn={"q_geo": [0.5]}) | {"throughput": speeds}
+    assert verdict_of(content, "speed").verdict == verdict
 
 
 def test_the_tuned_gate_is_a_baseline_of_its_own():
     content = results(**{TUNED: {"code_recall": [0.3, 0.32, 0.31]}}, osdn={"code_recall": [0.2, 0.21, 0.22]})
-    [found] = [one for one in answers(content) if one.words == "OSDN against DeltaNet bias=-2, recall"]
+    [found] = [one for one in answers(content) if one.words == "recall, against DeltaNet bias=-2"]
     assert found.verdict == "lower"
     assert found.printed == ""
 

@@ -66,7 +66,8 @@ def test_results_survive_being_saved(tmp_path, content):
 
 def test_tables_come_in_the_papers_order_with_its_figures(content):
     titles = [one.title for one in report.tables(content) if ":" not in one.title]
-    assert titles[:6] == [
+    assert titles[:7] == [
+        "The paper's claims",
         "Main results",
         "Language-model perplexity",
         "In-context recall",
@@ -74,7 +75,7 @@ def test_tables_come_in_the_papers_order_with_its_figures(content):
         "Long documents by position",
         "Ablations",
     ]
-    main, differences, *_ = report.tables(content)
+    _, main, differences, *_ = report.tables(content)
     assert [row.label for row in main.rows if not row.faint] == ["DeltaNet", "OSDN", "OSDN+D0"]
     assert [cell.text for cell in main.rows[1].cells] == ["32.00", "20.78", "0.150", "0.155", "0.145"]
     assert [cell.text for cell in differences.rows[1].cells] == [
@@ -91,7 +92,7 @@ def test_means_and_intervals_are_those_of_the_seeds(content):
     for run in changed["runs"]:
         run["scores"]["code_recall"] = {"delta_net": 0.1, "osdn": 0.3, "osdn-d0": 0.1}[run["model"]]
         run["scores"]["code_recall"] += 0.02 * run["seed"]
-    main, differences, *_ = report.tables(changed)
+    _, main, differences, *_ = report.tables(changed)
     assert main.rows[0].cells[2].text == "0.110"
     assert main.rows[0].cells[2].error == "±0.127"  # 12.706 * 0.02 / sqrt(2) / sqrt(2)
     cell = differences.rows[0].cells[2]

@@ -352,7 +352,8 @@ def _page(content: Content, drawn: dict[str, tuple[Figure, str]], path: Path) ->
     ]
     for spec in SPECS:
         if parts := [table(one, heading=i > 0) for i, one in enumerate(spec_tables(content, spec))]:
-            placed = [figure(*drawn[name]) for name in FIGURES.get(spec.title, ()) if name in drawn]
+            below = FIGURES.get(spec.title)
+            placed = [figure(*drawn[name]) for name in drawn if below and name.startswith(below)]
             body.append(section(spec.title, *parts, *placed))
     for one in (answer_table(content), speed_table(content), size_table(content)):
         if one.rows:
@@ -363,11 +364,11 @@ def _page(content: Content, drawn: dict[str, tuple[Figure, str]], path: Path) ->
     return write_page(path, name, f"<p>{escape(lead(content))}</p>", body, command)
 
 
-# Which figures stand below which table.
+# What the names of the figures below a table begin with.
 FIGURES = {
-    "Mechanism diagnostic": ("residual_ratio",),
-    "Long documents by position": ("long_documents",),
-    "Training loss": ("loss_delta_net", "loss_gdn", "loss_kda"),
+    "Mechanism diagnostic": "residual_ratio",
+    "Long documents by position": "long_documents",
+    "Training loss": "loss",
 }
 
 
@@ -381,23 +382,18 @@ def figures(content: Content) -> dict[str, tuple[Figure, str]]:
             "the paper's figures at 340M."
         )
         drawn["claims"] = claim_plot(compared), caption
-    diagnoses = {title(model): _diagnosis(content, model) for model in content["models"]}
-    drawn["residual_ratio"] = (
-        plots.contraction(diagnoses),
-        "Residual ratio on prompts that are read twice; bands and whiskers are 95 % intervals over seeds.",
-    )
-    curves = {title(m): scores for m in content["models"] if (scores := _buckets(content, m))}
-    drawn["long_documents"] = (
-        plots.perplexity_by_position(curves),
-        "Perplexity by position in held-out files; bands are 95 % intervals over seeds.",
-    )
     for plain in dict.fromkeys(model["baseline"] for model in content["models"].values()):
         block = [m for m, model in content["models"].items() if model["baseline"] == plain]
-        runs = {title(m): _loss_lines(content, m) for m in block}
-        drawn[f"loss_{plain}"] = (
-            plots.losses(runs),
-            f"Training loss, means over seeds: {title(plain)}'s block.",
+        drawn[f"residual_ratio_{plain}"] = (
+            plots.contraction({title(m): _diagnosis(content, m) for m in block}),
+            "Residual ratio on prompts that are read twice, with 95 % intervals over seeds.",
         )
+        drawn[f"long_documents_{plain}"] = (
+            plots.perplexity_by_position({title(m): _buckets(content, m) for m in block}),
+            "Perplexity by position in held-out files, with 95 % intervals over seeds.",
+        )
+        runs = {title(m): _loss_lines(content, m) for m in block}
+        drawn[f"loss_{plain}"] = plots.losses(runs), "Training loss, means over seeds."
     return drawn
 
 
@@ -414,10 +410,9 @@ def _loss_lines(content: Content, model: str) -> list[dict[str, Any]]:
 
 
 def _buckets(content: Content, model: str) -> list[Score]:
-    """The perplexity of every bucket with half of its interval; none if one lacks."""
-    found = [e for e in (estimate(values(content, model, bucket)) for bucket in BUCKETS) if e is not None]
-    scores = [Score(e.mean, e.high - e.mean if e.seeds > 1 else None) for e in found]
-    return scores if len(scores) == len(BUCKETS) else []
+    """The perplexity of every bucket with half of its interval."""
+    found = [t_interval(list(values(content, model, bucket).values())) for bucket in BUCKETS]
+    return [Score(e.mean, e.high - e.mean if e.seeds > 1 else None) for e in found]
 
 
 def _diagnosis(content: Content, model: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from osdn.evaluation.perplexity import BLOCK
 from osdn.reproduction.profiles import CHANGED, Profile, baseline_of
+from osdn.reproduction.text import SOURCE, write_text
 from osdn.results.scores import CODE_TWICE
 from osdn.results.store import METRICS, TRAINING, save_json
 from osdn.training.data import SourceFiles, load_tokenizer
@@ -70,36 +71,38 @@ class Plan:
     folder: Path  # absolute: commands and configs name files in it
     tokenizer: Path = field(init=False)
     books: Path = field(init=False)
+    text: Path = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokenizer", self.folder / "tokenizer")
         object.__setattr__(self, "books", self.folder / "books")
+        object.__setattr__(self, "text", self.folder / "text.jsonl")
 
     def begin(self) -> None:
         """Write what this folder is for and the config of every model; another reproduction is refused."""
         path = self.folder / BEGUN
-        text = {
-            "source": self.profile.source,
-            "fingerprint": SourceFiles(self.profile.source).fingerprint,
-            "questions": SourceFiles("installed").fingerprint,  # what the recall tasks ask about
-        }
-        wanted = json.loads(json.dumps({"profile": asdict(self.profile), "text": text}))
+        wanted = json.loads(json.dumps(asdict(self.profile)))
+        fingerprint = SourceFiles(SOURCE).fingerprint
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            if before["profile"] != wanted["profile"]:
+            if before["profile"] != wanted:
                 raise ValueError(f"{self.folder} holds a run of another profile; choose another --output")
-            if before["text"] != wanted["text"]:
+            if before["text"]["fingerprint"] != fingerprint:
                 raise ValueError(
                     f"the text has changed since {self.folder} was begun: another Python, or packages were "
                     f"installed or removed. Go back to the environment it was begun in, or choose another "
                     f"--output"
                 )
         else:
-            save_json(path, {"kind": "reproduction-plan", **wanted})
+            training, validation = write_text(self.profile, self.text)
+            text = {"source": SOURCE, "fingerprint": fingerprint, "training": training}
+            text |= {"validation": validation}
+            save_json(path, {"kind": "reproduction-plan", "profile": wanted, "text": text})
+        training = json.loads(path.read_text(encoding="utf-8"))["text"]["training"]
         for model in self.profile.seeds:
             config = self.config(model)
             config.parent.mkdir(exist_ok=True)
-            config.write_text(yaml.safe_dump(self._settings(model), sort_keys=False))
+            config.write_text(yaml.safe_dump(self._settings(model, training), sort_keys=False))
 
     def config(self, model: str) -> Path:
         return self.folder / "configs" / f"{slug(model)}.yaml"
@@ -107,7 +110,8 @@ class Plan:
     def run_folder(self, model: str, seed: int) -> Path:
         return self.folder / "runs" / slug(model) / f"seed{seed}"
 
-    def _settings(self, model: str) -> dict[str, Any]:
+    def _settings(self, model: str, training: int) -> dict[str, Any]:
+        """The config of a model; the first so many documents are trained on, the others held out."""
         p = self.profile
         base, changes = CHANGED.get(model, (f"tiny/{model}", {}))
         return {
@@ -115,14 +119,15 @@ class Plan:
             "name": model,
             "model": {**p.sizes(model), **changes},
             "data": {
-                "source": p.source,
+                "source": str(self.text),
+                "split": f"train[:{training}]",
                 "tokenizer": str(self.tokenizer),
                 "seq_len": p.seq_len,
                 "context_len": p.context_len,
             },
             "optimizer": {"learning_rate": p.learning_rate, "warmup_steps": max(1, p.steps // 10)},
             "training": {"steps": p.steps, "tokens_per_step": p.tokens_per_step},
-            "validation": {"split": "validation", "every": 0, "tokens": p.validation_tokens},
+            "validation": {"split": f"train[{training}:]", "every": 0, "tokens": p.validation_tokens},
             "checkpoints": {"every": max(1, p.steps // 5), "keep": 1},
             "logging": {"every": max(1, p.steps // 100)},
         }
@@ -139,7 +144,7 @@ class Plan:
         tokenizer = load_tokenizer(str(self.tokenizer))
         self.books.mkdir(exist_ok=True)
         found = 0
-        for text in SourceFiles(self.profile.source).texts("validation"):
+        for text in SourceFiles(SOURCE).texts("validation"):
             if found == self.profile.books:
                 return
             if len(text) < BLOCK:  # no token is shorter than a character, as good as ever
@@ -151,8 +156,8 @@ class Plan:
                 )
                 found += 1
         raise ValueError(
-            f"{self.profile.source} has {found} held-out files of {BLOCK:,} tokens, and the profile asks for "
-            f"{self.profile.books}"
+            f"the installed packages have {found} held-out files of {BLOCK:,} tokens, and the profile asks "
+            f"for {self.profile.books}; install more packages"
         )
 
     def training(

@@ -23,7 +23,7 @@ BLOCKS = {  # the models by the plain delta rule that they are compared with
 class Profile:
     name: str
     seeds: dict[str, int]  # how many, of each model
-    source: str  # of the text that is trained on: stdlib or installed
+    echoed: float  # share of the training files whose stretches are read twice
     vocab_size: int
     width: int
     layers: int
@@ -79,7 +79,7 @@ def baseline_of(model: str) -> str:
 MINUTES = Profile(
     name="minutes",
     seeds={"delta_net": 2, "osdn": 2, "osdn-d0": 2},
-    source="stdlib",
+    echoed=0.5,
     vocab_size=512,
     width=32,
     layers=1,
@@ -103,18 +103,18 @@ MINUTES = Profile(
 LAPTOP = Profile(
     name="laptop",
     seeds={model: 6 if model in DELTA_NET else 3 for models in BLOCKS.values() for model in models},
-    source="stdlib",
-    vocab_size=4096,
+    echoed=0.5,
+    vocab_size=2048,
     width=128,
     layers=3,
     heads=2,
-    steps=350,
-    tokens_per_step=8192,
-    seq_len=4096,
-    context_len=1024,
-    learning_rate=4e-3,
+    steps=1300,
+    tokens_per_step=2048,
+    seq_len=2048,
+    context_len=512,
+    learning_rate=3e-3,
     validation_tokens=131_072,
-    window=256,
+    window=128,
     questions=150,
     books=12,
     prompts=16,

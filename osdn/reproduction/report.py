@@ -167,9 +167,8 @@ def lead(content: Content) -> str:
     tokens = p["steps"] * p["tokens_per_step"]
     return (
         f"{len(content['models'])} models of {min(sizes):,} to {max(sizes):,} parameters, "
-        f"{several} seeds each, {tokens / 1e6:.2f} million tokens per run of Python's "
-        f"{'standard library' if text['source'] == 'stdlib' else 'standard library and installed packages'} "
-        f"({text['documents']:,} files, {text['tokens'] / 1e6:.1f} million tokens, digest {text['digest']}), "
+        f"{several} seeds each, {tokens / 1e6:.2f} million tokens per run of Python's standard library and "
+        f"the installed packages ({text['tokens'] / 1e6:.1f} million tokens, digest {text['digest']}), "
         f"vocabulary {p['vocab_size']:,}. {content['hours']:.1f} hours as {layout} in "
         f"{choice['precision']} on {content['machine']['cpu']}, {content['machine']['cores']} cores."
     )

@@ -1,6 +1,7 @@
 """Plans: what is run, whether it is done, and that every command and config is a real one."""
 
 import json
+import random
 import shlex
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from osdn.cli import app
 from osdn.models import describe
 from osdn.reproduction.plan import Plan
 from osdn.reproduction.profiles import BLOCKS, DELTA_NET, LAPTOP, MINUTES, PROFILES, paper_commands
+from osdn.reproduction.text import echoes
 from osdn.training.data import SourceFiles
 from osdn.training.settings import load_settings
 
@@ -111,7 +113,7 @@ def test_books_are_long_held_out_files(tmp_path):
     load_tokenizer("bytes").save_pretrained(tmp_path / "tokenizer")
     plan = Plan(MINUTES, tmp_path)
     plan.write_books()
-    held_out = list(SourceFiles("stdlib").texts("validation"))
+    held_out = list(SourceFiles("installed").texts("validation"))
     books = sorted(plan.books.iterdir())
     assert len(books) == MINUTES.books
     for book in books:
@@ -119,7 +121,7 @@ def test_books_are_long_held_out_files(tmp_path):
         assert BLOCK <= len(load_tokenizer("bytes")(text, verbose=False).input_ids) < BLOCK + 20
         assert sum(whole.startswith(text) for whole in held_out) == 1
     with pytest.raises(
-        ValueError, match=r"has \d+ held-out files of 20,480 tokens, and the profile asks for"
+        ValueError, match=r"have \d+ held-out files of 20,480 tokens, and the profile asks for"
     ):
         Plan(replace(MINUTES, books=10_000), tmp_path).write_books()
 
@@ -127,4 +129,29 @@ def test_books_are_long_held_out_files(tmp_path):
 def test_what_the_folder_is_for_is_written_down(plan):
     content = json.loads((plan.folder / "reproduction.json").read_text())
     assert content["profile"]["name"] == plan.profile.name
-    assert content["text"]["fingerprint"] == SourceFiles(plan.profile.source).fingerprint
+    assert content["text"]["fingerprint"] == SourceFiles("installed").fingerprint
+
+
+def test_the_text_is_a_sample_of_the_files_and_partly_read_twice(plan):
+    begun = json.loads((plan.folder / "reproduction.json").read_text())["text"]
+    texts = [json.loads(line)["text"] for line in plan.text.read_text().splitlines()]
+    assert len(texts) == begun["training"] + begun["validation"]
+    training, held_out = texts[: begun["training"]], texts[begun["training"] :]
+    assert sum(map(len, training)) >= 3 * plan.profile.tokens
+    assert set(held_out) <= set(SourceFiles("installed").texts("validation"))
+    plain = set(SourceFiles("installed").texts("train")) & set(training)
+    echoed = [text for text in training if text not in plain]
+    share = sum(map(len, echoed)) / sum(map(len, training))
+    assert 0.2 < share < 0.9
+
+
+def test_a_stretch_is_followed_by_a_part_of_itself():
+    text = "".join(f"line {i} of the file\n" for i in range(100))
+    found = list(echoes(text, random.Random(0)))
+    assert len(found) > 2
+    for one in found:
+        first, again = one.split("\n\n\n")
+        assert first in text
+        assert (first + "\n").endswith(again)
+        assert len(again) >= len(first) / 2 - 25
+    assert not list(echoes("x" * 5000 + "\n", random.Random(0)))

@@ -16,14 +16,16 @@ from osdn.results.statistics import Estimate, t_interval
 
 SHOWS, NOT, UNSEEN = "shows", "does not show", "cannot be seen"
 HALF = 0.5  # of the paper's effect: less does not count as showing it
+JUDGED = (0.02, 0.98)  # recall of a baseline; beyond, a difference has no room to show
 PARITY = 5.5  # per cent of speed that the paper calls lightweight
 RULE = (
     "The rule: differences are paired by seed, with Student's 95 % interval. A claim shows if the whole "
     "interval is on the side that the paper claims. It does not show if the whole interval is below half of "
     "the paper's effect, as a share of the baseline's value. Otherwise it cannot be seen with these "
-    "intervals. Speed is at parity if the interval over repeats stays within ±5.5 %, the paper's own bound. "
-    "Intervals are not corrected for the number of claims: without any effect, one claim in forty would be "
-    "expected to show."
+    "intervals; nor can recall where the baseline answers less than 2 % or more than 98 % of the questions. "
+    "Speed is at parity if the interval over repeats stays within ±5.5 %, the paper's own bound. Intervals "
+    "are not corrected for the number of claims: without any effect, one claim in forty would be expected to "
+    "show."
 )
 
 
@@ -108,12 +110,13 @@ def _claim(content: Content, measure: Measure, model: str, base: str) -> Finding
         return None
     a, b = (measure.table.rows[f"{name}-340m"][measure.theirs] for name in (model, base))
     direction, relative = math.copysign(1, a - b), abs(a - b) / b
+    room = not measure.key.startswith("code_") or JUDGED[0] <= level <= JUDGED[1]
     side, digits = measure.more if direction > 0 else measure.less, measure.digits
     other = "" if base == baseline_of(model) else f" than {title(base)}"
     return Finding(
         title(model),
         f"{side} {measure.words}{other}",
-        judge(ours, direction, HALF * relative * level),
+        judge(ours, direction, HALF * relative * level) if room else UNSEEN,
         _two(level, level + ours.mean, digits),
         _interval(ours, digits),
         _two(b, a, digits),

@@ -56,6 +56,13 @@ class Job:
         steps = [int(found[1]) for line in lines[-2:] if (found := re.match(r'\{"step": (\d+)', line))]
         return max(steps, default=0) / self.steps
 
+    def recall(self) -> str:
+        """What an evaluation found, in words; empty for other jobs."""
+        if self.kind != "evaluate":
+            return ""
+        results = json.loads(self.leaves[0][0].read_text(encoding="utf-8"))["results"]
+        return f", recall {results['code_recall']:.3f}, cue alone {results['code_alone']:.3f}"
+
 
 def _has(path: Path, name: str | None) -> bool:
     """Whether a result is there and complete."""

@@ -23,7 +23,6 @@ BLOCKS = {  # the models by the plain delta rule that they are compared with
 class Profile:
     name: str
     seeds: dict[str, int]  # how many, of each model
-    echoed: float  # share of the training files whose stretches are read twice
     vocab_size: int
     width: int
     layers: int
@@ -79,7 +78,6 @@ def baseline_of(model: str) -> str:
 MINUTES = Profile(
     name="minutes",
     seeds={"delta_net": 2, "osdn": 2, "osdn-d0": 2},
-    echoed=0.5,
     vocab_size=512,
     width=32,
     layers=1,
@@ -103,16 +101,15 @@ MINUTES = Profile(
 LAPTOP = Profile(
     name="laptop",
     seeds={model: 6 if model in DELTA_NET else 3 for models in BLOCKS.values() for model in models},
-    echoed=0.5,
-    vocab_size=2048,
+    vocab_size=3072,
     width=128,
-    layers=3,
+    layers=2,
     heads=2,
-    steps=1300,
-    tokens_per_step=2048,
-    seq_len=2048,
+    steps=3300,
+    tokens_per_step=1024,
+    seq_len=1024,
     context_len=512,
-    learning_rate=3e-3,
+    learning_rate=2e-3,
     validation_tokens=131_072,
     window=128,
     questions=150,

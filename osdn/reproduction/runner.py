@@ -266,8 +266,9 @@ class Runner:
         if one.job.kind == "train":  # a finished run needs its model alone
             for checkpoint in one.job.leaves[0][0].parent.glob("checkpoint-*"):
                 shutil.rmtree(checkpoint)
-        if not self.console.is_terminal:
-            self.console.print(f"{one.job.name}: {seconds:,.0f} s", highlight=False, markup=False)
+        recall = one.job.recall()  # near zero for a baseline, it says early that no difference can show
+        if recall or not self.console.is_terminal:
+            self.console.print(f"{one.job.name}: {seconds:,.0f} s{recall}", highlight=False, markup=False)
         return seconds
 
     def _stop(self, running: Sequence[Running]) -> None:

@@ -58,6 +58,11 @@ def test_seeds_are_paired_and_the_paper_says_which_way():
     assert verdict_of(content, "OSDN: lower residual ratio").verdict == NOT  # it is higher in every seed
 
 
+def test_recall_is_not_judged_where_the_baseline_recalls_nothing():
+    content = results(delta_net={"code_recall": [0.0, 0.01, 0.0]}, osdn={"code_recall": [0.1, 0.11, 0.1]})
+    assert verdict_of(content, "OSDN: higher recall").verdict == UNSEEN
+
+
 def test_only_shared_seeds_count():
     content = results(
         delta_net={"code_recall": [0.2, 0.2, 0.9, 0.9]},

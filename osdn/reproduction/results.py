@@ -15,7 +15,7 @@ import numpy as np
 from osdn.models import describe
 from osdn.reproduction.plan import BEGUN, Plan
 from osdn.reproduction.profiles import baseline_of
-from osdn.reproduction.runner import MACHINE, processor_hours
+from osdn.reproduction.runner import MACHINE, hours_taken
 from osdn.results.losses import loss_curve
 from osdn.results.scores import derive
 from osdn.results.statistics import Estimate, t_interval
@@ -41,7 +41,7 @@ def collect(plan: Plan) -> Content:
         "profile": asdict(plan.profile),
         "text": begun["text"] | {key: trained["data"][key] for key in ("documents", "tokens", "digest")},
         "machine_choice": {key: machine[key] for key in ("layout", "precision", "trials")},
-        "hours": processor_hours(plan.folder) / machine["layout"]["processes"],
+        "hours": _rounded(hours_taken(plan.folder)),
         "models": {model: _model(plan, model) for model in plan.profile.seeds},
         "runs": [_run(plan, model, seed) for model, seed in plan.profile.runs],
         "throughput": {row["model"]: _speed(row, timed["rows"]) for row in timed["rows"]},

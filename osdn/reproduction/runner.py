@@ -175,6 +175,7 @@ class Running:
     chain: list[Job]  # what follows it
     process: subprocess.Popen[bytes]
     log: Path
+    beside: int  # processes that run at once
     start: float = field(default_factory=time.perf_counter)
 
 
@@ -250,7 +251,7 @@ class Runner:
                 start_new_session=True,  # Ctrl-C is ours to pass on
                 pass_fds=(self.lock.fileno(),),
             )
-        return Running(job, list(chain[1:]), process, log)
+        return Running(job, list(chain[1:]), process, log, layout.processes)
 
     def _end(self, one: Running) -> float:
         """The seconds of a job that has ended; an error if it left no result."""
@@ -285,15 +286,16 @@ class Runner:
             self._note(one, time.perf_counter() - one.start)
 
     def _note(self, one: Running, seconds: float) -> None:
-        line = {"job": one.job.name, "seconds": round(seconds, 1), "status": one.process.returncode}
+        line = {"job": one.job.name, "seconds": round(seconds, 1), "processes": one.beside}
+        line |= {"status": one.process.returncode}
         with (self.folder / JOURNAL).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def processor_hours(folder: Path) -> float:
-    """Hours that all commands have taken together, stopped ones too."""
-    lines = (folder / JOURNAL).read_text().splitlines()
-    return sum(json.loads(line)["seconds"] for line in lines) / 3600
+def hours_taken(folder: Path) -> float:
+    """What all commands took, stopped ones too, where those side by side share their time."""
+    lines = map(json.loads, (folder / JOURNAL).read_text().splitlines())
+    return float(sum(line["seconds"] / line["processes"] for line in lines)) / 3600
 
 
 @contextmanager

@@ -76,6 +76,7 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path):
     assert not list((tmp_path / "a" / "runs").rglob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_is_shown_with_what_it_said(tmp_path, runner):
     job = replace(Plan(TINIEST, tmp_path).vocabulary(), arguments=("train", "no/such-config"))
     with pytest.raises(

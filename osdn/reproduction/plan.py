@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +76,18 @@ def _has(path: Path, name: str | None) -> bool:
 class Plan:
     profile: Profile
     folder: Path  # absolute: commands and configs name files in it
-    tokenizer: Path = field(init=False)
-    books: Path = field(init=False)
-    text: Path = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokenizer", self.folder / "tokenizer")
-        object.__setattr__(self, "books", self.folder / "books")
-        object.__setattr__(self, "text", self.folder / "text.jsonl")
+    @property
+    def tokenizer(self) -> Path:
+        return self.folder / "tokenizer"
+
+    @property
+    def books(self) -> Path:
+        return self.folder / "books"
+
+    @property
+    def text(self) -> Path:
+        return self.folder / "text.jsonl"
 
     def begin(self) -> None:
         """Write what this folder is for and the config of every model; another reproduction is refused."""
@@ -102,8 +106,8 @@ class Plan:
                 )
         else:
             training, validation = write_text(self.profile, self.text)
-            text = {"source": SOURCE, "fingerprint": fingerprint, "training": training}
-            text |= {"validation": validation}
+            documents = {"training": training, "validation": validation}
+            text = {"source": SOURCE, "fingerprint": fingerprint, **documents}
             save_json(path, {"kind": "reproduction-plan", "profile": wanted, "text": text})
         training = json.loads(path.read_text(encoding="utf-8"))["text"]["training"]
         for model in self.profile.seeds:
@@ -152,9 +156,7 @@ class Plan:
         self.books.mkdir(exist_ok=True)
         found = 0
         for text in SourceFiles(SOURCE).texts("validation"):
-            if found == self.profile.books:
-                return
-            if len(text) < BLOCK:  # no token is shorter than a character, as good as ever
+            if len(text) < BLOCK:  # tokens are rarely shorter than a character
                 continue
             places = tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
             if len(places) > BLOCK + SPARE:
@@ -162,6 +164,8 @@ class Plan:
                     text[: places[BLOCK + SPARE][0]], encoding="utf-8", newline=""
                 )
                 found += 1
+            if found == self.profile.books:
+                return
         raise ValueError(
             f"the installed packages have {found} held-out files of {BLOCK:,} tokens, and the profile asks "
             f"for {self.profile.books}; install more packages"

@@ -103,8 +103,8 @@ def plan_table(plan: Plan, machine: Machine, jobs: Sequence[Job]) -> Table:
         rows.append(Row(key, [Cell(text) for text in cells]))
     rows.append(Row("all", [Cell(f"{len(jobs)}"), Cell(""), Cell(f"{total:.2f}", best=True)], rule=True))
     note = (
-        f"{len(p.runs)} runs of {p.tokens / 1e6:.2f} million tokens, models of {p.layers} layers and width "
-        f"{p.width}. Estimated from {p.measured_steps} steps per backbone and one evaluation on this machine."
+        f"{len(p.runs)} runs of {p.tokens / 1e6:.2f} million tokens, layers × width {p.layers} × {p.width}. "
+        f"Estimated from {p.measured_steps} steps per backbone and one evaluation on this machine."
     )
     return Table(f"What is left of {p.name}", ["commands", "seconds each", "hours"], rows, note)
 

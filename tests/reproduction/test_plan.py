@@ -30,7 +30,7 @@ def installation(tmp_path_factory, monkeypatch):
     """A small one, of four hundred files: a walk through the real one takes seconds."""
     root = tmp_path_factory.mktemp("python")
     for i in range(400):
-        size = 700 if i % 5 == 0 else 20  # lines; some are long enough for a book
+        size = 1000 if i % 3 == 0 else 20  # lines; some are long enough for a book
         (root / f"module{i}.py").write_text(
             "".join(f"value_{i}_{n} = compute({n}, {i})\n" for n in range(size))
         )
@@ -152,8 +152,8 @@ def test_the_text_is_a_sample_of_the_files(plan):
     training, held_out = texts[: begun["training"]], texts[begun["training"] :]
     files = SourceFiles("installed")
     if plan.profile is MINUTES:  # else it is all there is
-        assert 0 <= sum(map(len, training)) - 4 * plan.profile.tokens < 20_000
-        assert 0 <= sum(map(len, held_out)) - 4 * plan.profile.validation_tokens < 20_000
+        assert 0 <= sum(map(len, training)) - 4 * plan.profile.tokens < 40_000
+        assert 0 <= sum(map(len, held_out)) - 4 * plan.profile.validation_tokens < 40_000
     assert training[0] != held_out[0]
     assert training == list(islice(files.texts("train"), len(training)))
     assert held_out == list(islice(files.texts("validation"), len(held_out)))

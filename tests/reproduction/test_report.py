@@ -42,13 +42,13 @@ def test_the_docs_page_has_a_place_for_the_tables():
 def test_the_command_writes_the_page_the_tables_and_the_figures(tmp_path, content):
     folder = tmp_path / "shown"
     save(content, folder)
-    (tmp_path / "shown.md").write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    (tmp_path / "shown.md").write_text(f"before\n{report.BEGIN}\nstale tables\n{report.END}\nafter\n")
     done = runner.invoke(app, ["reproduce", "--report", str(folder)])
     assert done.exit_code == 0, done.output
     text = (tmp_path / "shown.md").read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
-    assert "old" not in text
+    assert "stale tables" not in text
     assert (folder / "tables.md").read_text() in text
     page = (folder / "report.html").read_text()
     for heading in ("Main results", "In-context recall", "Mechanism diagnostic", "Ablations", "Inference"):

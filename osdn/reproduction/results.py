@@ -5,7 +5,8 @@ The commands' own files are read through `osdn.results.store`; this one is commi
 
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from osdn.reproduction.runner import MACHINE, hours_taken
 from osdn.results.losses import loss_curve
 from osdn.results.scores import derive
 from osdn.results.statistics import Estimate, t_interval
-from osdn.results.store import TRAINING, environment, read_results
+from osdn.results.store import TRAINING, digest, environment, read_results
 
 RESULTS = "results.json"
 POINTS = 100  # of a loss curve
@@ -35,6 +36,8 @@ def collect(plan: Plan) -> Content:
     timed = json.loads((plan.folder / "throughput.json").read_text(encoding="utf-8"))
     first = plan.run_folder(*plan.profile.runs[0])
     trained = json.loads((first / TRAINING).read_text(encoding="utf-8"))
+    runs = [_run(plan, model, seed) for model, seed in plan.profile.runs]
+    check_same_data(runs)
     return {
         "kind": "reproduction",
         **environment(),
@@ -43,7 +46,7 @@ def collect(plan: Plan) -> Content:
         "machine_choice": {key: machine[key] for key in ("layout", "precision", "trials")},
         "hours": _rounded(hours_taken(plan.folder)),
         "models": {model: _model(plan, model) for model in plan.profile.seeds},
-        "runs": [_run(plan, model, seed) for model, seed in plan.profile.runs],
+        "runs": runs,
         "throughput": {row["model"]: _speed(row, timed["rows"]) for row in timed["rows"]},
     }
 
@@ -83,11 +86,23 @@ def _run(plan: Plan, model: str, seed: int) -> dict[str, Any]:
     return {
         "model": model,
         "seed": seed,
+        "data": digest(sorted((m.column, m.data.digest or "") for m in store.measurements)),
         "scores": {name: _rounded(x) for name, x in sorted(scores.items())},
         "loss": [[int(t), _rounded(x)] for t, x in list(zip(curve.tokens, curve.losses))[thin - 1 :: thin]],
         "ratio_by_position": [row and _rounded(row["value"]) for row in whole["by_position"]],
         "second_reading_at": whole["boundary"],
     }
+
+
+def check_same_data(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse runs that read other text or were asked other questions than most."""
+    usual = Counter(run["data"] for run in runs).most_common(1)[0][0]
+    if others := [f"{run['model']}, seed {run['seed']}" for run in runs if run["data"] != usual]:
+        raise ValueError(
+            f"these runs were measured on other text than the rest: {'; '.join(others)}. Packages were "
+            f"installed or removed meanwhile, and the questions are about installed files. Remove the `eval` "
+            f"and `diagnosis.json` of all runs, and run the same command to measure them again"
+        )
 
 
 def _rounded(x: float) -> float:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from osdn.cli import app
 from osdn.reproduction import report
-from osdn.reproduction.results import load, save
+from osdn.reproduction.results import check_same_data, load, save
 from tests.browser import CHROMIUM, DRIVER, browser
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +97,13 @@ def test_means_and_intervals_are_those_of_the_seeds(content):
     assert main.rows[0].cells[2].error == "±0.127"  # 12.706 * 0.02 / sqrt(2) / sqrt(2)
     cell = differences.rows[0].cells[2]
     assert (cell.text, cell.error, cell.best, cell.good) == ("+0.200", "[+0.200, +0.200]", True, True)
+
+
+def test_runs_on_other_text_are_refused():
+    runs = [{"model": "osdn", "seed": seed, "data": "a" if seed < 3 else "b"} for seed in range(4)]
+    check_same_data(runs[:3])
+    with pytest.raises(ValueError, match="measured on other text than the rest: osdn, seed 3"):
+        check_same_data(runs)
 
 
 def test_folders_without_results_are_named(tmp_path):

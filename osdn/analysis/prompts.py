@@ -96,19 +96,22 @@ def file_prompts(path: Path, tokenizer: Any, length: int) -> Iterator[Prompt]:
 
 
 def task_prompts(
-    name: str, tokenizer: Any, count: int, length: int, data_dir: Path | None
+    name: str, tokenizer: Any, count: int, length: int, data_dir: Path | None, window: int | None = None
 ) -> Iterator[Prompt]:
-    for text in task_texts(name, tokenizer, count, data_dir):
+    for text in task_texts(name, tokenizer, count, data_dir, window):
         yield encode(name, text, tokenizer, length)
 
 
-def task_texts(name: str, tokenizer: Any, count: int, data_dir: Path | None = None) -> list[str]:
+def task_texts(
+    name: str, tokenizer: Any, count: int, data_dir: Path | None = None, window: int | None = None
+) -> list[str]:
     """The first prompts of a task, such as `fda_twice` or any lm_eval task, as `osdn eval` reads them."""
     if find_spec("lm_eval") is None:
         raise ValueError(f'{name} needs lm_eval: pip install "osdn[eval]"; or read prompts from a file')
     from osdn.evaluation.harness import load_task, prompt_texts
+    from osdn.evaluation.recall import WINDOW
 
-    return prompt_texts(load_task(name, tokenizer, data_dir=data_dir), count)
+    return prompt_texts(load_task(name, tokenizer, window or WINDOW, data_dir), count)
 
 
 def select(
@@ -118,10 +121,11 @@ def select(
     count: int,
     length: int,
     data_dir: Path | None = None,
+    window: int | None = None,
 ) -> tuple[int | None, Iterator[Prompt]]:
     """The largest possible number of prompts, if known, and the prompts.
 
-    `count` limits each task; a file is read completely.
+    `count` limits each task; a file is read completely.  `window` is that of `osdn eval`.
     """
     if file is not None and tasks:
         raise ValueError("prompts come from a file or from tasks, not from both: drop one of the two")
@@ -133,7 +137,7 @@ def select(
     sources = [
         topics_twice(tokenizer, count, length)
         if task == TOPICS
-        else task_prompts(task, tokenizer, count, length, data_dir)
+        else task_prompts(task, tokenizer, count, length, data_dir, window)
         for task in tasks
     ]
     return count * len(tasks), chain.from_iterable(sources)

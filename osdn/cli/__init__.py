@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from osdn import __version__
-from osdn.cli import analysis, bench, evaluation, lab, results, serving, training
+from osdn.cli import analysis, bench, evaluation, lab, reproduction, results, serving, training
 from osdn.extras import MissingExtraError
 from osdn.terminal import console, print_error
 
@@ -63,6 +63,7 @@ app.add_typer(bench.app, name="bench")
 app.command()(results.compare)
 app.command()(results.report)
 app.command()(results.plot)
+app.command()(reproduction.reproduce)
 
 app.command()(analysis.theory)
 app.command()(analysis.zoo)

@@ -31,6 +31,9 @@ def diagnose(
     data_dir: Annotated[Path | None, typer.Option(help="A local mirror of the tasks' data sets.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Maximum number of tokens per prompt.")] = 2048,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens of one reading in a task's prompts, as in `osdn eval`.")
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = None,
     output: Annotated[
@@ -54,14 +57,14 @@ def diagnose(
     with plain_errors():
         writable_folder(output or Path("runs/diagnose"))
         tokenizer = load_tokenizer(checkpoint)
-        total, chosen = select(tokenizer, prompts, task or [], count, length, data_dir)
+        total, chosen = select(tokenizer, prompts, task or [], count, length, data_dir, window)
         model = load_model(checkpoint, device, dtype)
         identity = identify(model, checkpoint, name)
         folder = output or Path("runs/diagnose") / identity.model
         _check_same_model(folder / "diagnosis.json", identity.weights, output is None)
         with progress_bar() as progress:
             bar = progress.add_task(f"{identity.model} reads prompts", total=total)
-            protocol = {"count": count, "length": length}
+            protocol = {"count": count, "length": length, "window": window}
             result = run(model, chosen, lambda _: progress.advance(bar), identity=identity, protocol=protocol)
         path = save_json(folder / "diagnosis.json", result)
         plots.save(plots.diagnosis({identity.model: result}), folder)

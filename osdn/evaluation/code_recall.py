@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from functools import cache, partial
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 from datasets import Dataset
@@ -55,13 +55,16 @@ def code_documents(
     The keyword arguments are the metadata that `lm_eval` passes to every task.
     """
     place = fast_tokenizer("code_recall", pretrained if tokenizer is None else tokenizer, window)
-    rows: list[dict[str, str]] = []
+    by_kind: list[list[dict[str, str]]] = []
     for kind in kinds:
         questions = (Question(**row) for row in _questions(kind, source))
         documents = ((question, _stretch(question, place, window - ROOM)) for question in questions)
+        by_kind.append([])
         for question, text in islice(((q, text) for q, text in documents if text is not None), QUESTIONS):
             parts = [*[text] * readings, question.cue]
-            rows.append({"prompt": "\n\n".join(parts), "value": question.answer})
+            by_kind[-1].append({"prompt": "\n\n".join(parts), "value": question.answer})
+    # Kind after kind in turns, so that a limit leaves some of each.
+    rows = [row for turn in zip_longest(*by_kind) for row in turn if row is not None]
     return {"validation": Dataset.from_list(rows)}
 
 

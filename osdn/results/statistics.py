@@ -7,6 +7,7 @@ carries the probability that random signs would give a mean as large.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -82,12 +83,39 @@ def t_test(values: Sequence[float], baseline: Sequence[float]) -> float:
         return math.nan
     if np.ptp(x) == 0:
         return 1.0 if x[0] == 0 else 2.0 ** (1 - len(x))
-    t = x.mean() / (x.std(ddof=1) / math.sqrt(len(x)))
+    return _two_tails(float(x.mean() / (x.std(ddof=1) / math.sqrt(len(x)))), len(x))
+
+
+def t_interval(values: Sequence[float]) -> Estimate:
+    """The mean of `values`, one per seed, and Student's 95 % interval; one seed has none.
+
+    It is as wide as few seeds deserve, where the bootstrap's is too narrow, and assumes that seeds scatter
+    about normally.
+    """
+    x = np.asarray(values, float)
+    if len(x) < 2:
+        return Estimate(float(x.mean()), -math.inf, math.inf, len(x))
+    half = _t_quantile(len(x)) * float(x.std(ddof=1)) / math.sqrt(len(x))
+    return Estimate(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half, len(x))
+
+
+@cache
+def _t_quantile(n: int, level: float = 0.05) -> float:
+    """The t that `n` values exceed in size with this probability, by bisection."""
+    low, high = 0.0, 1000.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _two_tails(middle, n) > level else (low, middle)
+    return low
+
+
+def _two_tails(t: float, n: int) -> float:
+    """The probability that Student's t of `n` values is larger in size."""
     # With t = sqrt(n - 1) tan(a), the density of t becomes that of cos(a)^(n - 2) between -pi/2 and pi/2.
     angles = np.linspace(0, math.pi / 2, 20_001)
-    density = np.cos(angles) ** (len(x) - 2)
-    outside = np.linspace(math.atan(abs(t) / math.sqrt(len(x) - 1)), math.pi / 2, 20_001)
-    return float(np.trapezoid(np.cos(outside) ** (len(x) - 2), outside) / np.trapezoid(density, angles))
+    density = np.cos(angles) ** (n - 2)
+    outside = np.linspace(math.atan(abs(t) / math.sqrt(n - 1)), math.pi / 2, 20_001)
+    return float(np.trapezoid(np.cos(outside) ** (n - 2), outside) / np.trapezoid(density, angles))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

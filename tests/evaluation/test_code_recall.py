@@ -8,6 +8,7 @@ import zlib
 import pytest
 from typer.testing import CliRunner
 
+from osdn.analysis.prompts import select
 from osdn.cli import app
 from osdn.evaluation import code_recall, harness
 from osdn.models.checkpoints import load_tokenizer
@@ -107,6 +108,23 @@ def test_answers_that_occur_in_training_files_are_excluded(osdn):
     assert not any("short" in cue for cue in cues)
     train = "".join(SourceFiles("installed").texts("train"))
     assert not any(row["value"] in train for row in rows if "open_somehow" not in row["value"])
+
+
+@pytest.mark.usefixtures("sources")
+def test_a_limit_leaves_some_questions_of_every_kind(osdn):
+    rows = code_recall.code_documents(
+        *code_recall.KINDS, readings=0, tokenizer=load_tokenizer(osdn), window=800
+    )["validation"]
+    kinds = ["def" if cue.startswith("def") else "self" if "self." in cue else "=" for cue in rows["prompt"]]
+    assert kinds[:6] == ["def", "=", "self"] * 2
+
+
+@pytest.mark.usefixtures("sources")
+def test_the_diagnostic_reads_the_prompts_of_the_evaluation(osdn):
+    tokenizer = load_tokenizer(osdn)
+    asked = code_recall.code_documents("variables", readings=2, tokenizer=tokenizer, window=300)["validation"]
+    _, prompts = select(tokenizer, None, ["code_variables_twice"], 2, 5000, window=300)
+    assert [prompt.text for prompt in prompts] == list(asked["prompt"][:2])
 
 
 @pytest.mark.usefixtures("sources")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from osdn.results.experiments import conclusion
-from osdn.results.statistics import estimate, holm, paired_difference, t_test
+from osdn.results.statistics import estimate, holm, paired_difference, t_interval, t_test
 
 
 def test_bootstrap_of_four_values_matches_all_resamples():
@@ -90,3 +90,17 @@ def test_holm_steps_down_and_never_falls():
     found = holm([0.01, math.nan])
     assert found[0] == 0.02
     assert math.isnan(found[1])
+
+
+@pytest.mark.parametrize(("n", "quantile"), [(2, 12.7062), (3, 4.3027), (6, 2.5706), (31, 2.0423)])
+def test_t_intervals_have_the_width_of_the_tables(n, quantile):
+    x = np.random.default_rng(n).normal(size=n)
+    found = t_interval(x.tolist())
+    assert found.high - found.mean == pytest.approx(quantile * x.std(ddof=1) / math.sqrt(n), rel=1e-4)
+    assert found.mean - found.low == pytest.approx(found.high - found.mean)
+    assert t_test((x - found.low).tolist(), [0.0] * n) == pytest.approx(0.05, abs=1e-4)
+
+
+def test_one_seed_has_no_interval():
+    found = t_interval([0.3])
+    assert (found.mean, found.low, found.high) == (0.3, -math.inf, math.inf)

@@ -1,0 +1,73 @@
+"""`osdn reproduce`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from osdn.terminal import console, made, messages, plain_errors, show
+
+
+def reproduce(
+    profile: Annotated[
+        str, typer.Option(help="minutes (a smoke run), laptop (about four hours), or paper (only prints).")
+    ] = "laptop",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the runs; runs/reproduce/PROFILE if not given.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Only make the report again, from the results.json in this folder.")
+    ] = None,
+) -> None:
+    """Measure the paper's tables at laptop scale; started again, it continues."""
+    from osdn.reproduction.profiles import PROFILES, paper_commands
+
+    with plain_errors():
+        if report is not None:
+            _write(report)
+            return
+        if profile == "paper":
+            for line in paper_commands():
+                print(line)
+            return
+        if profile not in PROFILES:
+            raise ValueError(f"profile is {profile!r}; it must be one of {', '.join(PROFILES)}, paper")
+        folder = made(output or Path("runs/reproduce") / profile).resolve()
+    _run(profile, folder)
+    with plain_errors():
+        _write(folder)
+
+
+def _run(profile: str, folder: Path) -> None:
+    from importlib.util import find_spec
+
+    with plain_errors():
+        if find_spec("lm_eval") is None:
+            raise ValueError('evaluation needs lm_eval: pip install "osdn[eval]"')
+    from osdn.reproduction.plan import Plan
+    from osdn.reproduction.profiles import PROFILES
+    from osdn.reproduction.results import collect, save
+    from osdn.reproduction.runner import JobError
+    from osdn.reproduction.runner import reproduce as run
+
+    plan = Plan(PROFILES[profile], folder)
+    try:
+        with plain_errors(JobError):
+            run(plan, messages, show)
+            save(collect(plan), folder)
+    except KeyboardInterrupt:
+        messages.print(f"stopped; the same command continues from what is in {folder}", soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+def _write(folder: Path) -> None:
+    from osdn.reproduction.claims import findings
+    from osdn.reproduction.report import HEADINGS, write_report
+    from osdn.reproduction.results import load
+
+    content = load(folder)
+    page, *rest = write_report(content, folder)
+    verdicts = [one.verdict for one in findings(content)]
+    for verdict, heading in HEADINGS.items():
+        console.print(f"{verdicts.count(verdict):3} claims: {heading.lower()}", highlight=False)
+    console.print(f"{page}; beside it {', '.join(path.name for path in rest)}", soft_wrap=True)

@@ -1,0 +1,459 @@
+"""The report: which claims show, then the paper's tables and figures in its order, from one file of results.
+
+A cell is a mean over seeds with half of its 95 % interval; a second table has the paired differences to the
+block's baseline.  The paper's figures at 340M stand below each model, in grey.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from osdn.reproduction.claims import NOT, RULE, SHOWS, UNSEEN, Finding, answers, findings
+from osdn.reproduction.profiles import ABLATIONS
+from osdn.reproduction.results import Content, difference, estimate, mean_rows, values
+from osdn.reproduction.runner import Layout
+from osdn.results import paper, plots
+from osdn.results.names import title
+from osdn.results.page import figure, section, table, write_page
+from osdn.results.paper import BUCKETS
+from osdn.results.scores import CODE, CODE_TWICE, Score
+from osdn.results.statistics import Estimate, t_interval
+from osdn.results.style import GREY, INK, STYLE, legend_label, panel, styled
+from osdn.results.tables import NONE, Cell, Row, Table, markdown, number
+
+PAGE, TABLES = "report.html", "tables.md"
+BEGIN, END = "<!-- made by osdn reproduce: begin -->", "<!-- made by osdn reproduce: end -->"
+THE_PAPERS = "the paper's, 340M"
+HEADINGS = {
+    SHOWS: "Shows at this scale",
+    NOT: "Does not show at this scale",
+    UNSEEN: "Cannot be seen with these intervals",
+}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A column: its heading, our key and the paper's, and whether less is better."""
+
+    head: str
+    key: str
+    theirs: str = ""
+    digits: int = 3
+    less: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    title: str
+    note: str
+    columns: tuple[Shown, ...]
+    printed: paper.Printed | None = None
+    ablations: bool = False  # only those and what they change
+
+
+_LM = Shown("validation", "lm_ppl", "lm_ppl", 2, True)
+_LONG = Shown("long documents", "pg19_ppl", "pg19_ppl", 2, True)
+_DRIFT = Shown("drift", "pg19_drift", "pg19_drift", 2, True)
+_RECALL = Shown("recall, all", "code_recall", "recall")
+_SINGLE = Shown("single", "code_single", "recall_single")
+_TWICE = Shown("twice", "code_repeated", "recall_repeated")
+
+
+def _kind(task: str) -> str:
+    return task.removeprefix("code_").replace("_", " ")
+
+
+# In the paper's order, with the columns that can be measured here.
+SPECS = (
+    Spec(
+        "Main results",
+        "Perplexity on held-out files and on long ones; recall is contains-accuracy on questions about "
+        "held-out files, after one reading and after two. The paper's LM column is WikiText and LAMBADA, its "
+        "long documents are PG-19, its recall is FDA, SWDE and SQuAD: compare differences, not values.",
+        (_LM, _LONG, _RECALL, _SINGLE, _TWICE),
+        paper.MAIN,
+    ),
+    Spec(
+        "Language-model perplexity",
+        "Of held-out files, and its logarithm, the loss in nats per token.",
+        (_LM, Shown("loss", "validation_loss", digits=4, less=True)),
+        paper.PERPLEXITY,
+    ),
+    Spec(
+        "In-context recall",
+        "Cue: the question without its document, which nobody should be able to answer.",
+        (
+            *(Shown(_kind(task), task) for task in CODE), _SINGLE,
+            *(Shown(_kind(task), task) for task in CODE_TWICE), _TWICE, _RECALL, Shown("cue", "code_alone"),
+        ),
+        paper.RECALL,
+    ),
+    Spec(
+        "Mechanism diagnostic",
+        "Residual ratio of every write on the prompts that are read twice: the share of its own error that a "
+        "write leaves.",
+        (
+            Shown("q_geo", "q_geo", "q_geo", less=True), Shown("q_arith", "q_arith", "q_arith", less=True),
+            Shown("1st reading", "q_first_reading", less=True),
+            Shown("2nd reading", "q_second_reading", less=True),
+        ),
+        paper.RESIDUALS,
+    ),
+    Spec(
+        "Long documents by position",
+        "Perplexity by 2K-token bucket of held-out files; drift is 18–20K less 2–4K.",
+        (
+            *(Shown(f"{2 * i}–{2 * i + 2}K", b, b, 2, True) for i, b in enumerate(BUCKETS)), _LONG, _DRIFT,
+        ),
+        paper.PG19,
+    ),
+    Spec(
+        "Ablations",
+        "Variants of OSDN on the DeltaNet backbone.",
+        (_RECALL, _LM, _LONG, _DRIFT, Shown("final loss", "final_loss", less=True)),
+        paper.ABLATIONS,
+        ablations=True,
+    ),
+    Spec(
+        "Training loss",
+        "The mean over the last tenth of the steps.",
+        (Shown("final", "final_loss", less=True),),
+    ),
+)  # fmt: skip
+ABSENT = (
+    "The paper's tables of commonsense, LongBench and retrieval are not here: they need data sets that "
+    "cannot be made on the spot."
+)
+
+
+def write_report(content: Content, folder: Path) -> list[Path]:
+    """The page, the tables in Markdown, the figures, and the tables inside `folder.md` if it has a place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = figures(content)
+    (folder / TABLES).write_text(tables_in_markdown(content), encoding="utf-8")
+    paths = [_page(content, drawn, folder / PAGE), folder / TABLES]
+    with matplotlib.rc_context(STYLE):
+        for name, (one, _) in drawn.items():
+            paths.append(folder / f"{name}.svg")
+            one.savefig(paths[-1], metadata={"Date": None})
+    document = folder.with_suffix(".md")
+    if document.is_file() and BEGIN in (text := document.read_text(encoding="utf-8")):
+        document.write_text(with_tables(text, content), encoding="utf-8")
+        paths.append(document)
+    return paths
+
+
+def with_tables(text: str, content: Content) -> str:
+    """A page whose part between the two marks is replaced by these results."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"the page has {BEGIN!r} and not {END!r}; put it where the tables end")
+    return f"{before}{BEGIN}\n\n{tables_in_markdown(content)}\n{END}{after}"
+
+
+def lead(content: Content) -> str:
+    p, text, choice = content["profile"], content["text"], content["machine_choice"]
+    sizes = [model["parameters"] for model in content["models"].values()]
+    layout = Layout(**choice["layout"])
+    seeds = sorted(set(p["seeds"].values()))
+    several = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
+    tokens = p["steps"] * p["tokens_per_step"]
+    return (
+        f"{len(content['models'])} models of {min(sizes):,} to {max(sizes):,} parameters, "
+        f"{several} seeds each, {tokens / 1e6:.2f} million tokens per run of Python's standard library and "
+        f"the installed packages ({text['tokens'] / 1e6:.1f} million tokens, digest {text['digest']}), "
+        f"vocabulary {p['vocab_size']:,}. {content['hours']:.1f} hours as {layout} in "
+        f"{choice['precision']} on {content['machine']['cpu']}, {content['machine']['cores']} cores."
+    )
+
+
+def tables_in_markdown(content: Content) -> str:
+    """Everything but the figures."""
+    parts = [lead(content), "## What shows", RULE]
+    parts.append("\n".join(f"- **{heading}**: {words}" for heading, words in summary(content)))
+    return "\n\n".join([*parts, markdown(tables(content)).rstrip(), ABSENT]) + "\n"
+
+
+def summary(content: Content) -> Iterator[tuple[str, str]]:
+    """For each verdict, the claims that got it."""
+    found = findings(content)
+    for verdict, heading in HEADINGS.items():
+        group: dict[str, list[str]] = {}  # the models of each claim
+        for one in found:
+            if one.verdict == verdict:
+                group.setdefault(one.words, []).append(one.model)
+        said = "; ".join(f"{words}: {', '.join(models)}" for words, models in group.items())
+        yield f"{heading} ({sum(map(len, group.values()))} of {len(found)})", f"{said or 'none'}."
+
+
+def claim_table(content: Content) -> Table:
+    """Every claim with what was measured and what the paper has."""
+    rows, found = [], findings(content)
+    for verdict, heading in HEADINGS.items():
+        group = [one for one in found if one.verdict == verdict]
+        rows += [Row(heading, [], rule=True, heading=True)] if group else []
+        for one in group:
+            cells = [one.measured, one.difference, _share(one.ours.mean), one.printed, _share(one.theirs)]
+            rows.append(Row(f"{one.model}: {one.words}", [Cell(text) for text in cells]))
+    note = (
+        "Values of the block's plain delta rule (of OSDN, where it says so) and of the model; their "
+        "difference, paired by seed, with its 95 % interval."
+    )
+    heads = ["here", "difference", "%", "the paper, 340M", "%"]
+    return Table("The paper's claims", heads, rows, note, corner="claim")
+
+
+def _share(x: float | None) -> str:
+    return number(x, 1, True) if x is not None and np.isfinite(x) else NONE
+
+
+def tables(content: Content) -> list[Table]:
+    """The paper's tables in its order, then what it leaves open, speed and sizes."""
+    found = [claim_table(content), *(one for spec in SPECS for one in spec_tables(content, spec))]
+    more = (answer_table(content), speed_table(content), size_table(content))
+    return [*found, *(one for one in more if one.rows)]
+
+
+def spec_tables(content: Content, spec: Spec) -> list[Table]:
+    """A table of values, and one of differences to the baselines."""
+    models = [m for m in content["models"] if not spec.ablations or _in_ablations(content, m)]
+    known = [c for c in spec.columns if any(values(content, m, c.key) for m in models)]
+    if not known or (spec.ablations and not any(m in ABLATIONS for m in models)):
+        return []
+    ours: list[Row] = []
+    differences: list[Row] = []
+    for model in models:
+        base = content["models"][model]["baseline"]
+        cells = [value_cell(estimate(values(content, model, c.key)), c.digits) for c in known]
+        ours.append(Row(title(model), cells, rule=model == base))
+        ours += _printed(spec, known, model)
+        if model != base and base in content["models"]:
+            cells = [difference_cell(difference(content, model, base, c.key), c) for c in known]
+            first = not differences or content["models"][_last(differences, models)]["baseline"] != base
+            differences.append(Row(title(model), cells, rule=first))
+            differences += _printed(spec, known, model, base)
+    heads = [f"{c.head} {'↓' if c.less else '↑'}" if c.key != "code_alone" else c.head for c in known]
+    found = [Table(spec.title, heads, ours, spec.note)]
+    if differences:
+        found.append(Table(f"{spec.title}: differences to the baseline", heads, differences, DIFFERENCES))
+    return found
+
+
+DIFFERENCES = "To DeltaNet, GDN or KDA, paired by seed, with 95 % intervals; bold: without zero."
+
+
+def _last(rows: Sequence[Row], models: Sequence[str]) -> str:
+    """The model of the last row that is not the paper's."""
+    label = next(row.label for row in reversed(rows) if not row.faint)
+    return next(model for model in models if title(model) == label)
+
+
+def _in_ablations(content: Content, model: str) -> bool:
+    return model in ("delta_net", "osdn", "osdn-apf", *ABLATIONS)
+
+
+def value_cell(found: Estimate | None, digits: int) -> Cell:
+    if found is None:
+        return Cell()
+    half = f"±{number(found.high - found.mean, digits)}" if found.seeds > 1 else ""
+    return Cell(number(found.mean, digits), half, score=Score(found.mean))
+
+
+def difference_cell(found: Estimate | None, column: Shown) -> Cell:
+    if found is None:
+        return Cell()
+    d = column.digits
+    seen = found.low > 0 or found.high < 0
+    interval = f"[{number(found.low, d, True)}, {number(found.high, d, True)}]" if found.seeds > 1 else ""
+    good = None if not seen or column.key == "code_alone" else (found.mean < 0) == column.less
+    return Cell(number(found.mean, d, True), interval, best=seen, good=good, score=Score(found.mean))
+
+
+def _printed(spec: Spec, columns: Sequence[Shown], model: str, base: str | None = None) -> list[Row]:
+    """What the paper printed for a model, or its difference to the baseline there."""
+    if spec.printed is None:
+        return []
+    rows = spec.printed.rows
+    ours, theirs = rows.get(f"{model}-340m", {}), rows.get(f"{base}-340m", {})
+    if not any(c.theirs in ours for c in columns):
+        return []
+    cells = []
+    for c in columns:
+        known = c.theirs in ours and (base is None or c.theirs in theirs)
+        x = ours[c.theirs] - (theirs[c.theirs] if base else 0.0) if known else None
+        cells.append(Cell(number(x, c.digits, base is not None)))
+    return [Row(THE_PAPERS, cells, faint=True)]
+
+
+def answer_table(content: Content) -> Table:
+    """What the paper does not compare."""
+    rows = [
+        Row(f"{one.model}: {one.words}", [Cell(text) for text in (one.verdict, one.measured, one.difference)])
+        for one in answers(content)
+    ]
+    note = (
+        "DeltaNet with a write gate that starts at a strength of 0.12 in place of 0.5, and Newton's method "
+        "in place of the paper's step. A verdict is given where the 95 % interval leaves zero out."
+    )
+    return Table("What the paper does not compare", ["verdict", "here", "difference"], rows, note, left=(0,))
+
+
+def speed_table(content: Content) -> Table:
+    rows = []
+    for model, row in content["throughput"].items():
+        cells = [number(row.get(key), d) for key, d in (("tokens_per_second", 0), ("prefill_ms", 1))]
+        cells += [number(row.get(key), d) for key, d in (("decode_ms", 1), ("state_mib", 3))]
+        change = Cell()
+        if row.get("changes"):
+            e = t_interval(row["changes"])
+            change = Cell(f"{e.mean:+.1f}", f"[{e.low:+.1f}, {e.high:+.1f}]")
+        plain = model == content["models"][model]["baseline"]
+        rows.append(Row(title(model), [*map(Cell, cells), change], rule=plain))
+        theirs = paper.THROUGHPUT.rows.get(f"{model}-340m", {})
+        if theirs:
+            printed = [theirs.get("tokens_per_second"), None, theirs.get("decode_ms"), None]
+            cells = [number(x, 1) for x in printed]
+            cells.append(number(theirs.get("throughput_change"), 1, True))
+            rows.append(Row(f"{THE_PAPERS}, H100", [Cell(text) for text in cells], faint=True))
+    p = content["profile"]
+    note = (
+        f"One sequence: {p['prefill']:,} tokens in one call, then {p['decode']} greedy ones. Δ is against "
+        f"the baseline, paired within repeats, with the 95 % interval over repeats."
+    )
+    heads = ["tokens/s", "prefill ms", "decode ms", "state MiB", "Δ %"]
+    return Table("Inference throughput", heads, rows, note)
+
+
+def size_table(content: Content) -> Table:
+    rows = []
+    for model, described in content["models"].items():
+        seeds = sum(run["model"] == model for run in content["runs"])
+        plain = model == described["baseline"]
+        rows.append(Row(title(model), [Cell(f"{described['parameters']:,}"), Cell(f"{seeds}")], rule=plain))
+    return Table("Models", ["parameters", "seeds"], rows)
+
+
+def _page(content: Content, drawn: dict[str, tuple[Figure, str]], path: Path) -> Path:
+    items = "".join(
+        f"<li><b>{escape(heading)}</b>: {escape(words)}</li>" for heading, words in summary(content)
+    )
+    claims = [figure(*drawn["claims"])] if "claims" in drawn else []
+    body = [
+        f'<ul class="verdicts">{items}</ul><p class="note">{escape(RULE)}</p>',
+        section("The paper's claims", *claims, table(claim_table(content), heading=False)),
+    ]
+    for spec in SPECS:
+        if parts := [table(one, heading=i > 0) for i, one in enumerate(spec_tables(content, spec))]:
+            below = FIGURES.get(spec.title)
+            placed = [figure(*drawn[name]) for name in drawn if below and name.startswith(below)]
+            body.append(section(spec.title, *parts, *placed))
+    for one in (answer_table(content), speed_table(content), size_table(content)):
+        if one.rows:
+            body.append(section(one.title, table(one, heading=False)))
+    body.append(f'<p class="note">{escape(ABSENT)}</p>')
+    command = f"osdn reproduce --profile {content['profile']['name']}"
+    name = f"The paper at laptop scale: profile {content['profile']['name']}"
+    return write_page(path, name, f"<p>{escape(lead(content))}</p>", body, command)
+
+
+# What the names of the figures below a table begin with.
+FIGURES = {
+    "Mechanism diagnostic": "residual_ratio",
+    "Long documents by position": "long_documents",
+    "Training loss": "loss",
+}
+
+
+def figures(content: Content) -> dict[str, tuple[Figure, str]]:
+    """Every figure with its caption."""
+    drawn: dict[str, tuple[Figure, str]] = {}
+    compared = [one for one in findings(content) if np.isfinite([one.ours.low, one.ours.high]).all()]
+    if compared:
+        caption = (
+            "Differences in per cent of the baseline: dots with 95 % intervals from this run, diamonds from "
+            "the paper's figures at 340M."
+        )
+        drawn["claims"] = claim_plot(compared), caption
+    for plain in dict.fromkeys(model["baseline"] for model in content["models"].values()):
+        block = [m for m, model in content["models"].items() if model["baseline"] == plain]
+        drawn[f"residual_ratio_{plain}"] = (
+            plots.contraction({title(m): _diagnosis(content, m) for m in block}),
+            "Residual ratio on prompts that are read twice, with 95 % intervals over seeds.",
+        )
+        drawn[f"long_documents_{plain}"] = (
+            plots.perplexity_by_position({title(m): _buckets(content, m) for m in block}),
+            "Perplexity by position in held-out files, with 95 % intervals over seeds.",
+        )
+        runs = {title(m): _loss_lines(content, m) for m in block}
+        drawn[f"loss_{plain}"] = plots.losses(runs), "Training loss, means over seeds."
+    return drawn
+
+
+def _runs(content: Content, model: str) -> list[dict[str, Any]]:
+    return [run for run in content["runs"] if run["model"] == model]
+
+
+def _loss_lines(content: Content, model: str) -> list[dict[str, Any]]:
+    """The mean loss over seeds, as lines of a log."""
+    curves = [np.array(run["loss"]) for run in _runs(content, model)]  # [points, 2] each
+    tokens, losses = curves[0][:, 0], np.mean([curve[:, 1] for curve in curves], axis=0)
+    per_step = content["profile"]["tokens_per_step"]
+    return [{"tokens": t, "step": t / per_step, "loss": x} for t, x in zip(tokens, losses)]
+
+
+def _buckets(content: Content, model: str) -> list[Score]:
+    """The perplexity of every bucket with half of its interval."""
+    found = [t_interval(list(values(content, model, bucket).values())) for bucket in BUCKETS]
+    return [Score(e.mean, e.high - e.mean if e.seeds > 1 else None) for e in found]
+
+
+def _diagnosis(content: Content, model: str) -> dict[str, Any]:
+    """The residual ratios of a model in the form of `osdn diagnose`, with intervals over seeds."""
+    runs = _runs(content, model)
+    places = [run["second_reading_at"] for run in runs if run["second_reading_at"] is not None]
+    rows = mean_rows([run["ratio_by_position"] for run in runs])
+    overall = estimate(values(content, model, "q_geo"))
+    return {
+        "all": {
+            "by_position": [row and _interval(row) for row in rows],
+            "boundary": sum(places) / len(places) if places else None,
+            "q_geo": overall and _interval(overall),
+        }
+    }
+
+
+def _interval(e: Estimate) -> dict[str, float]:
+    low, high = (e.low, e.high) if e.seeds > 1 else (e.mean, e.mean)
+    return {"value": e.mean, "low": low, "high": high}
+
+
+@styled
+def claim_plot(found: Sequence[Finding]) -> Figure:
+    """Each claim's difference with its interval, and what the paper found."""
+    drawing, axes = panel("difference to the baseline, %", "", (8.4, 0.8 + 0.24 * len(found)))
+    colour = {SHOWS: "#1c8a4c", NOT: "#b23a48", UNSEEN: GREY}
+    reach = 1.5 * max([20.0, *(abs(one.theirs or 0.0) for one in found)])  # an interval may be far wider
+    for i, one in enumerate(found):
+        low, high = max(one.ours.low, -reach), min(one.ours.high, reach)
+        axes.plot([low, high], [-i, -i], color=colour[one.verdict], lw=1.6)
+        axes.plot(one.ours.mean, -i, "o", ms=4.5, color=colour[one.verdict])
+        if one.theirs is not None:
+            axes.plot(one.theirs, -i, "D", ms=4, mfc="white", mec=INK)
+    axes.axvline(0, color=INK, lw=0.8)
+    axes.set_xlim(-reach, reach)
+    axes.set_yticks(
+        [-i for i in range(len(found))], [legend_label(f"{one.model}: {one.words}") for one in found]
+    )
+    axes.set_ylim(-len(found) + 0.4, 0.6)
+    for verdict in dict.fromkeys(one.verdict for one in found):
+        axes.plot([], [], "o-", ms=4.5, color=colour[verdict], label=verdict)
+    axes.plot([], [], "D", ms=4, mfc="white", mec=INK, label="the paper's, 340M")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.3, 1.0), ncols=4)
+    return drawing

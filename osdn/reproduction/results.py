@@ -1,0 +1,159 @@
+"""One small file with all that the tables need: what each run scored, by model and seed.
+
+The commands' own files are read through `osdn.results.store`; this one is committed, they need not be.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from osdn.models import describe
+from osdn.reproduction.plan import BEGUN, Plan
+from osdn.reproduction.profiles import baseline_of
+from osdn.reproduction.runner import MACHINE, hours_taken
+from osdn.results.losses import loss_curve
+from osdn.results.scores import derive
+from osdn.results.statistics import Estimate, t_interval
+from osdn.results.store import TRAINING, digest, environment, read_results
+
+RESULTS = "results.json"
+POINTS = 100  # of a loss curve
+DIGITS = 6
+SPEED = ("tokens_per_second", "prefill_ms", "decode_ms", "state_mib")
+Content = dict[str, Any]
+
+
+def collect(plan: Plan) -> Content:
+    """Everything that a finished reproduction has measured."""
+    begun = json.loads((plan.folder / BEGUN).read_text(encoding="utf-8"))
+    machine = json.loads((plan.folder / MACHINE).read_text(encoding="utf-8"))
+    timed = json.loads((plan.folder / "throughput.json").read_text(encoding="utf-8"))
+    first = plan.run_folder(*plan.profile.runs[0])
+    trained = json.loads((first / TRAINING).read_text(encoding="utf-8"))
+    runs = [_run(plan, model, seed) for model, seed in plan.profile.runs]
+    check_same_data(runs)
+    return {
+        "kind": "reproduction",
+        **environment(),
+        "profile": asdict(plan.profile),
+        "text": begun["text"] | {key: trained["data"][key] for key in ("documents", "tokens", "digest")},
+        "machine_choice": {key: machine[key] for key in ("layout", "precision", "trials")},
+        "hours": _rounded(hours_taken(plan.folder)),
+        "models": {model: _model(plan, model) for model in plan.profile.seeds},
+        "runs": runs,
+        "throughput": {row["model"]: _speed(row, timed["rows"]) for row in timed["rows"]},
+    }
+
+
+def _speed(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A model's speed, and in per cent what each repeat differed by from its baseline's."""
+    found: dict[str, Any] = {key: _rounded(row[key]) for key in SPEED if row.get(key) is not None}
+    base = next((one for one in rows if one["model"] == row["compared_with"]), None)
+    if base is not None:
+        pairs = zip(base["times_ms"], row["times_ms"])
+        found["changes"] = [_rounded(100 * (sum(theirs) / sum(ours) - 1)) for theirs, ours in pairs]
+    return found
+
+
+def _model(plan: Plan, model: str) -> dict[str, Any]:
+    """What the first seed's model is."""
+    described = describe(plan.run_folder(model, 0) / "model")
+    return {"baseline": baseline_of(model), "parameters": described.parameters}
+
+
+def _run(plan: Plan, model: str, seed: int) -> dict[str, Any]:
+    folder = plan.run_folder(model, seed)
+    store = read_results([folder])
+    if store.unreadable:
+        path, reason = next(iter(store.unreadable.items()))
+        raise ValueError(f"{path} cannot be read: {reason}; remove it and run the same command")
+    scores = {
+        name: score.value for name, score in derive({m.column: m.score for m in store.measurements}).items()
+    }
+    [(_, diagnosis)], [run] = store.diagnoses, store.runs
+    whole, curve = diagnosis["all"], loss_curve(run.lines)
+    for reading in ("first_reading", "second_reading"):
+        if whole[reading] is not None:
+            scores[f"q_{reading}"] = whole[reading]["value"]
+    scores["lm_ppl"] = math.exp(scores["validation_loss"])
+    thin = max(1, len(curve.tokens) // POINTS)
+    return {
+        "model": model,
+        "seed": seed,
+        "data": digest(sorted((m.column, m.data.digest or "") for m in store.measurements)),
+        "scores": {name: _rounded(x) for name, x in sorted(scores.items())},
+        "loss": [[int(t), _rounded(x)] for t, x in list(zip(curve.tokens, curve.losses))[thin - 1 :: thin]],
+        "ratio_by_position": [row and _rounded(row["value"]) for row in whole["by_position"]],
+        "second_reading_at": whole["boundary"],
+    }
+
+
+def check_same_data(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse runs that read other text or were asked other questions than most."""
+    usual = Counter(run["data"] for run in runs).most_common(1)[0][0]
+    if others := [f"{run['model']}, seed {run['seed']}" for run in runs if run["data"] != usual]:
+        raise ValueError(
+            f"these runs were measured on other text than the rest: {'; '.join(others)}. Packages were "
+            f"installed or removed meanwhile, and the questions are about installed files. Remove the `eval` "
+            f"and `diagnosis.json` of all runs, and run the same command to measure them again"
+        )
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.{DIGITS}g}")
+
+
+def save(content: Content, folder: Path) -> Path:
+    """Write the results, one run per line, so that a change to one is a change to a line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / RESULTS
+    rest = {name: value for name, value in content.items() if name != "runs"}
+    head = json.dumps(rest, indent=1).removesuffix("\n}")
+    runs = ",\n".join(f"  {json.dumps(run)}" for run in content["runs"])
+    path.write_text(f'{head},\n "runs": [\n{runs}\n ]\n}}\n', encoding="utf-8")
+    return path
+
+
+def load(folder: Path) -> Content:
+    path = folder / RESULTS
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; `osdn reproduce --output {folder}` makes it")
+    try:
+        content: Content = json.loads(path.read_text(encoding="utf-8"))
+        if content["kind"] != "reproduction":
+            raise ValueError("it is of another kind")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a result of `osdn reproduce` ({error})") from error
+    return content
+
+
+def values(content: Content, model: str, column: str) -> dict[int, float]:
+    """What each seed of a model scored."""
+    return {
+        run["seed"]: run["scores"][column]
+        for run in content["runs"]
+        if run["model"] == model and column in run["scores"]
+    }
+
+
+def estimate(by_seed: Mapping[int, float]) -> Estimate | None:
+    """The mean over seeds with Student's 95 % interval."""
+    return t_interval(list(by_seed.values())) if by_seed else None
+
+
+def difference(content: Content, model: str, base: str, column: str) -> Estimate | None:
+    """The mean of what a model's seeds differ by from the same seeds of another."""
+    ours, theirs = values(content, model, column), values(content, base, column)
+    return estimate({seed: ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())})
+
+
+def mean_rows(rows: list[list[float | None]]) -> list[Estimate | None]:
+    """The means over seeds of rows of equal length."""
+    columns = np.array(rows, dtype=float).T
+    return [None if np.isnan(column).any() else t_interval(column.tolist()) for column in columns]

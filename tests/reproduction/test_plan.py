@@ -1,0 +1,162 @@
+"""Plans: what is run, whether it is done, and that every command and config is a real one."""
+
+import json
+import shlex
+import sysconfig
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import typer
+
+from osdn.cli import app
+from osdn.models import describe
+from osdn.reproduction.plan import Plan
+from osdn.reproduction.profiles import BLOCKS, DELTA_NET, LAPTOP, MINUTES, PROFILES, paper_commands
+from osdn.training.data import SourceFiles, load_source
+from osdn.training.settings import load_settings
+
+
+def parse(arguments):
+    """What `osdn` makes of its arguments, without running anything; a wrong option is an error."""
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        command, arguments = command.commands[arguments[0]], arguments[1:]
+    return command.make_context(command.name, list(arguments)).params
+
+
+@pytest.fixture(autouse=True)
+def installation(tmp_path_factory, monkeypatch):
+    """A small one, of four hundred files: a walk through the real one takes seconds."""
+    root = tmp_path_factory.mktemp("python")
+    for i in range(400):
+        size = 1000 if i % 3 == 0 else 20  # lines; some are long enough for a book
+        (root / f"module{i}.py").write_text(
+            "".join(f"value_{i}_{n} = compute({n}, {i})\n" for n in range(size))
+        )
+    paths = {"stdlib": str(root), "purelib": str(root / "none")}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
+
+
+@pytest.fixture(params=PROFILES.values(), ids=lambda profile: profile.name)
+def plan(request, tmp_path):
+    found = Plan(request.param, tmp_path)
+    found.begin()
+    return found
+
+
+def test_every_command_parses_and_every_config_loads(plan):
+    for chain in plan.chains("float32"):
+        assert [job.kind for job in chain] == ["train", "evaluate", "diagnose"]
+        given = parse(chain[0].arguments)
+        settings = load_settings(given["config"], given["replace"])
+        assert settings.training.steps == plan.profile.steps
+        assert settings.output_dir == str(chain[0].leaves[0][0].parent)
+        assert f"seed{settings.training.seed}" in settings.output_dir
+        assert parse(chain[1].arguments)["checkpoint"] == f"{settings.output_dir}/model"
+        assert parse(chain[2].arguments)["window"] == plan.profile.window
+        assert not any(job.is_done() for job in chain)
+    parse(plan.throughput().arguments)
+    parse(plan.vocabulary().arguments)
+
+
+def test_models_are_what_their_names_say(plan):
+    configs = {model: load_settings(plan.config(model)).model_config() for model in plan.profile.seeds}
+    sizes = [describe(config).parameters for config in configs.values()]
+    assert max(sizes) < 1.1 * min(sizes)
+    if plan.profile is LAPTOP:
+        assert 1e6 < min(sizes) < max(sizes) < 3e6
+        assert configs["delta_net bias=-2"].beta_bias == -2
+        assert configs["osdn-newton"].preconditioner["rule"] == "newton"
+        assert configs["osgdn-apf"].preconditioner["retention"] == "tied"
+        assert configs["osdn-d0-free"].preconditioner["initial_scale"] == "free"
+
+
+def test_the_laptop_has_every_model_with_enough_seeds():
+    assert set(LAPTOP.seeds) == {model for models in BLOCKS.values() for model in models}
+    assert min(LAPTOP.seeds.values()) >= 3
+    assert all(LAPTOP.seeds[model] >= 6 for model in DELTA_NET)
+    assert len(set(LAPTOP.runs)) == sum(LAPTOP.seeds.values())
+    assert {seed for _, seed in LAPTOP.runs[: len(LAPTOP.seeds)]} == {0}  # a first seed of all comes first
+
+
+def test_a_job_is_done_when_its_file_says_so(tmp_path):
+    job = Plan(MINUTES, tmp_path).training("osdn", 1, "float32")
+    path = job.leaves[0][0]
+    path.parent.mkdir(parents=True)
+    for text, done in (
+        ("", False),
+        ("{}", False),
+        ('{"finished": false}', False),
+        ('{"finished": true}', True),
+    ):
+        path.write_text(text)
+        assert job.is_done() == done
+    path.with_name("metrics.jsonl").write_text('{"step": 5, "loss": 1}\n{"step": 10, "loss": 1}\n{"st')
+    assert job.share() == 10 / MINUTES.steps
+
+
+def test_a_folder_of_another_profile_or_text_is_refused(tmp_path, monkeypatch):
+    Plan(MINUTES, tmp_path).begin()
+    Plan(MINUTES, tmp_path).begin()
+    with pytest.raises(ValueError, match="holds a run of another profile; choose another --output"):
+        Plan(replace(MINUTES, steps=41), tmp_path).begin()
+    monkeypatch.setattr(SourceFiles, "fingerprint", "other")
+    with pytest.raises(ValueError, match="the text has changed since"):
+        Plan(MINUTES, tmp_path).begin()
+
+
+def test_the_papers_commands_are_real():
+    lines = [line for line in paper_commands() if not line.startswith("#")]
+    assert sum("train 340m/" in line for line in lines) == 11
+    assert sum("train 1.3b/" in line for line in lines) == 2
+    for line in lines:
+        words = shlex.split(line)
+        arguments = words[1:] if words[0] == "osdn" else words[words.index("osdn") + 1 :]
+        given = parse(arguments)
+        if arguments[0] == "train":
+            settings = load_settings(given["config"])
+            assert settings.output_dir == f"runs/{arguments[1]}"
+
+
+def test_books_are_long_held_out_files(tmp_path):
+    from osdn.evaluation.perplexity import BLOCK
+    from osdn.training.data import load_tokenizer
+
+    load_tokenizer("bytes").save_pretrained(tmp_path / "tokenizer")
+    plan = Plan(MINUTES, tmp_path)
+    plan.write_books()
+    held_out = list(SourceFiles("installed").texts("validation"))
+    books = sorted(plan.books.iterdir())
+    assert len(books) == MINUTES.books
+    for book in books:
+        text = book.read_bytes().decode()
+        assert BLOCK <= len(load_tokenizer("bytes")(text, verbose=False).input_ids) < BLOCK + 20
+        assert sum(whole.startswith(text) for whole in held_out) == 1
+    with pytest.raises(
+        ValueError, match=r"have \d+ held-out files of 20,480 tokens, and the profile asks for"
+    ):
+        Plan(replace(MINUTES, books=100), tmp_path).write_books()
+
+
+def test_what_the_folder_is_for_is_written_down(plan):
+    content = json.loads((plan.folder / "reproduction.json").read_text())
+    assert content["profile"]["name"] == plan.profile.name
+    assert content["text"]["fingerprint"] == SourceFiles("installed").fingerprint
+
+
+def test_the_text_is_a_sample_of_the_files(plan):
+    begun = json.loads((plan.folder / "reproduction.json").read_text())["text"]
+    texts = [json.loads(line)["text"] for line in plan.text.read_text().splitlines()]
+    assert len(texts) == begun["training"] + begun["validation"]
+    training, held_out = texts[: begun["training"]], texts[begun["training"] :]
+    files = SourceFiles("installed")
+    if plan.profile is MINUTES:  # else it is all there is
+        assert 0 <= sum(map(len, training)) - 4 * plan.profile.tokens < 40_000
+        assert 0 <= sum(map(len, held_out)) - 4 * plan.profile.validation_tokens < 40_000
+    assert training[0] != held_out[0]
+    assert training == list(islice(files.texts("train"), len(training)))
+    assert held_out == list(islice(files.texts("validation"), len(held_out)))
+    settings = load_settings(plan.config("osdn"))
+    assert len(load_source(settings.data.source, split=settings.data.split)) == len(training)
+    assert load_source(settings.data.source, split=settings.validation.split)["text"][0] == held_out[0]

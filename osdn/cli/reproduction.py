@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from osdn.terminal import console, made, messages, plain_errors, show
+from osdn.terminal import console, messages, plain_errors, show, writable_folder
 
 
 def reproduce(
@@ -32,7 +32,7 @@ def reproduce(
             return
         if profile not in PROFILES:
             raise ValueError(f"profile is {profile!r}; it must be one of {', '.join(PROFILES)}, paper")
-        folder = made(output or Path("runs/reproduce") / profile).resolve()
+        folder = writable_folder(output or Path("runs/reproduce") / profile).resolve()
     _run(profile, folder)
     with plain_errors():
         _write(folder)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from osdn.hosts.scaling import Scaling
 from osdn.layers.precision import l2_normalize, widen
-from osdn.ops import delta_rule, watched
+from osdn.ops import delta_rule, tracing
 from osdn.ops.cpu.convolution import convolution_step, short_convolution, usable
 from osdn.ops.cpu.decay import log_decay
 from osdn.ops.cpu.gated_norm import gated_rms_norm
@@ -116,8 +116,8 @@ def convolution_update(original: Function) -> Function:
             and conv_state.is_contiguous()
             and all(x.dtype == weight.dtype and x.device == weight.device for x in tensors)
             and usable(weight)
-            and not watched.by_autograd(tensors)
-            and not watched.by_others(tensors)
+            and not tracing.needs_gradient(tensors)
+            and not tracing.is_traced(tensors)
         ):
             if not conv_state.is_inference():
                 torch.autograd.graph.increment_version(conv_state)
@@ -225,7 +225,7 @@ def prepared(x: Tensor, unit: bool) -> Tensor:
 def on_cpu(*arguments: Any) -> bool:
     """Whether all tensors are on a CPU and no function transform is tracing the call."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
-    return all(x.device.type == "cpu" for x in tensors) and not watched.by_transforms()
+    return all(x.device.type == "cpu" for x in tensors) and not tracing.in_transform()
 
 
 def _boundaries(kwargs: dict[str, Any]) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from osdn.layers.precision import widen
-from osdn.ops import watched
+from osdn.ops import tracing
 from osdn.ops.cpu.convolution import short_convolution, usable
 
 
@@ -93,7 +93,7 @@ def _last_inputs(x: Tensor, tail: Tensor | None, cu_seqlens: Tensor | None, past
 
 def _convolution(x: Tensor, weight: Tensor) -> Tensor:  # [B, T, D], [D, 1, W]
     """The convolution of rows that start from zeros, in float32 at least."""
-    if not watched.by_transforms():
+    if not tracing.in_transform():
         return _CausalConvolution.apply(x, weight)
     padded = F.pad(widen(x).mT, (weight.shape[2] - 1, 0))
     return F.silu(F.conv1d(padded, widen(weight), groups=len(weight)).mT).to(x.dtype)

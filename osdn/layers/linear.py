@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from osdn.ops import watched
+from osdn.ops import tracing
 from osdn.ops.cpu.row_product import Product, row_product, row_products, usable
 
 LARGE = 2**17  # smaller weights stay in a cache, and a call costs more than reading them
@@ -42,7 +42,7 @@ def linears(pairs: Sequence[tuple[nn.Module, Tensor]]) -> list[Tensor]:
     [torch.Size([1, 6]), torch.Size([1, 2])]
     """
     first = pairs[0][1]
-    if torch.is_grad_enabled() or not _decoding(first) or watched.by_others([first]):
+    if torch.is_grad_enabled() or not _decoding(first) or tracing.is_traced([first]):
         return [layer(x) for layer, x in pairs]
     alike = all(x.shape[:-1] == first.shape[:-1] and x.dtype == first.dtype for _, x in pairs)
     products = [Product(x, layer.weight, layer.bias) for layer, x in pairs if is_plain(layer, x)]

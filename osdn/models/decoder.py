@@ -21,7 +21,7 @@ from osdn.layers.mixers import TokenMixer
 from osdn.layers.precision import RMSNorm
 from osdn.models.cache import DeltaRuleCacheLayer
 from osdn.models.quantization import QuantizedLinear
-from osdn.ops import watched
+from osdn.ops import tracing
 from osdn.ops.cpu.binding import wide
 from osdn.ops.cpu.decode_step import usable
 from osdn.ops.cpu.program import Program
@@ -41,7 +41,7 @@ def decode(model: "OSDNModel", x: Tensor, cache: Cache) -> Tensor | None:
     """
     if torch.is_autocast_enabled("cpu") or not 0 < len(x) <= MOST_ROWS:
         return None
-    if not usable(x) or watched.by_others([x]):
+    if not usable(x) or tracing.is_traced([x]):
         return None
     decoder = _decoders.get(model)
     if decoder is None or not decoder.fits(x):

@@ -27,7 +27,7 @@ from osdn.models.cache import DeltaRuleCacheLayer, check_cache
 from osdn.models.configuration_osdn import MIXERS, OSDNConfig
 from osdn.models.decoder import decode
 from osdn.models.layout import Layout, lay_out
-from osdn.ops import watched
+from osdn.ops import tracing
 
 IGNORED_LABEL = -100
 LABELS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -336,7 +336,7 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
         labels = labels.flatten().to(hidden_states.device, torch.int64)
         x = hidden_states.flatten(0, 1)
         weight = self.lm_head.weight
-        if _is_its_weight(self.lm_head) and not watched.by_transforms():
+        if _is_its_weight(self.lm_head) and not tracing.in_transform():
             if torch.is_autocast_enabled(x.device.type):
                 dtype = torch.get_autocast_dtype(x.device.type)
                 x, weight = x.to(dtype), weight.to(dtype)

@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from osdn.layers.linear import Linear
-from osdn.ops import watched
+from osdn.ops import tracing
 from osdn.ops.cpu import compiled
 from osdn.ops.cpu.binding import HALVES
 from osdn.ops.cpu.row_product import Product, row_products
@@ -62,9 +62,9 @@ class QuantizedLinear(nn.Module):
             and x.dtype in (torch.float32, *HALVES)
             and x.shape[-1] == self.in_features
             and (self.bias is None or self.bias.dtype == x.dtype)
-            and not watched.by_autograd([x])
-            and not watched.by_others([x])
-            and not watched.by_transforms()
+            and not tracing.needs_gradient([x])
+            and not tracing.is_traced([x])
+            and not tracing.in_transform()
             and compiled()
         )
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from osdn.ops import watched
+from osdn.ops import tracing
 from osdn.ops.checks import Newton, Phase1, Phase2, Rule, Scaling, Squash, boundaries, first_state
 
 CHUNK = 64  # tokens at most; a power of two
@@ -40,7 +40,7 @@ def precondition_keys(
     state = tokens.enter(initial)[:, None]  # [N * HV, 1, ...]
     rows: list[Tensor] = []
     finished: list[Tensor] = []
-    recompute = initial.ndim > 3 and not (watched.by_transforms() or torch.compiler.is_compiling())
+    recompute = initial.ndim > 3 and not (tracing.in_transform() or torch.compiler.is_compiling())
     for first in range(0, len(steps), CHUNK):
         scan = partial(_scan_tokens, advance, steps[first : first + CHUNK])
         if recompute:  # for the backward, rather than keep the covariance of every token
@@ -175,7 +175,7 @@ def _sick(*tokens: Tensor | None) -> Tensor | None:
     are NaN.  None when there are none, which is asked only where looking at numbers is allowed and cheap.
     """
     given = [x.detach() for x in tokens if x is not None]
-    visible = not (watched.by_others(given) or watched.by_transforms())
+    visible = not (tracing.is_traced(given) or tracing.in_transform())
     if visible and given[0].device.type == "cpu" and all(bool(x.sum().isfinite()) for x in given):
         return None
     healthy = [(x.abs() < torch.inf).all(-1, keepdim=True) for x in given]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osdn.ops import checks, chunkwise, cpu, reference, triton, watched
+from osdn.ops import checks, chunkwise, cpu, reference, tracing, triton
 from osdn.ops.checks import Phase1, Phase2, Rule
 from osdn.ops.cpu.binding import HALVES
 
@@ -393,13 +393,13 @@ def check_backend(backend: Any) -> None:
         raise ValueError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(BACKENDS)}')
 
 
-@watched.constant_in_graphs
+@tracing.constant_in_graphs
 def _launchable(kind: str) -> bool:
     return triton.available(kind)
 
 
 def _select(backend: str, k: Tensor) -> ModuleType:
-    device, transformed = k.device, watched.by_transforms()
+    device, transformed = k.device, tracing.in_transform()
     if backend == "auto":
         backend = "chunkwise"
         if device.type == "cpu" and not transformed and cpu.compiled(_compute_dtype(k)):
@@ -452,7 +452,7 @@ def _log_decay(x: Any, shape: tuple[int, ...], device: torch.device, dtype: torc
     _per_head_or_channel("log_decay", x, shape, device)
     # Not in decoding, where a look costs a tenth of the call, nor where it would wait for a GPU or be traced.
     looks = shape[1] > 1 and x.device.type == "cpu" and x.numel() > 0
-    if looks and not watched.by_others([x]) and not watched.by_transforms() and x.detach().amax() > 0:
+    if looks and not tracing.is_traced([x]) and not tracing.in_transform() and x.detach().amax() > 0:
         _warn_of_growth()
     return _cast(x, dtype)
 

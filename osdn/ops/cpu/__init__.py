@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from osdn.ops import checks, watched
+from osdn.ops import checks, tracing
 from osdn.ops.checks import Newton, Phase1, Phase2, Squash
 from osdn.ops.cpu.binding import Kernel, bind, call, element, wide
 from osdn.ops.cpu.build import BuildError
@@ -52,7 +52,7 @@ def available(dtype: torch.dtype = torch.float32) -> bool:
     return True
 
 
-@watched.constant_in_graphs  # it may run a compiler, which must not be traced
+@tracing.constant_in_graphs  # it may run a compiler, which must not be traced
 def compiled(dtype: torch.dtype = torch.float32) -> bool:
     """The same, where `torch.compile` may be looking."""
     return available(dtype)
@@ -266,7 +266,7 @@ def _symmetric(grad: Tensor | None, block: int) -> Tensor | None:
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    watched.refuse_batched("cpu", grads)
+    tracing.reject_batched_gradients("cpu", grads)
     grad_out, grad_final_state, grad_final_scale = grads[:3]
     grad_final_scale = _symmetric(grad_final_scale, int(ctx.numbers[1]))
     # What the loss does not depend on gets no gradient: zero times an overflow would be NaN.
@@ -307,8 +307,8 @@ _delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
 
 def _call(operator: Any, plain: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
     """Through the dispatcher when somebody is watching, else directly."""
-    differentiate = watched.by_autograd(arguments)
-    if differentiate or watched.by_others(arguments):
+    differentiate = tracing.needs_gradient(arguments)
+    if differentiate or tracing.is_traced(arguments):
         return operator(*arguments, differentiate)
     return plain(*arguments, False)
 
@@ -459,7 +459,7 @@ def _save_precondition(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 
 
 def _precondition_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    watched.refuse_batched("cpu", grads)
+    tracing.reject_batched_gradients("cpu", grads)
     saved = ctx.saved_tensors
     grad_w, grad_final_scale = grads[:2]
     grad_final_scale = _symmetric(grad_final_scale, int(ctx.numbers[1]))

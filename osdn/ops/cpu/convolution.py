@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osdn.ops import checks, watched
+from osdn.ops import checks, tracing
 from osdn.ops.cpu import _host_boundaries, _refuse_double_backward, compiled
 from osdn.ops.cpu.binding import Kernel, bind, element, run, wide
 
@@ -35,7 +35,7 @@ def usable(x: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype in DTYPES
-        and not watched.by_transforms()
+        and not tracing.in_transform()
         and compiled(wide(x.dtype))
     )
 
@@ -83,7 +83,7 @@ def short_convolution(
     bias = None if bias is None else bias.to(dtype)
     tail = None if tail is None else tail.to(dtype)
     arguments = (x, taps, bias, tail, cu_seqlens, silu)
-    if watched.by_autograd(arguments) or watched.by_others(arguments):
+    if tracing.needs_gradient(arguments) or tracing.is_traced(arguments):
         return _convolution(*arguments)
     return _forward(*arguments)
 
@@ -204,7 +204,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    watched.refuse_batched("cpu", [grad])
+    tracing.reject_batched_gradients("cpu", [grad])
     saved = ctx.saved_tensors
     made = _convolution_backward(*saved, grad, ctx.silu)
     return *(g if x is not None else None for g, x in zip(made, saved)), None, None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osdn.ops import checks, watched
+from osdn.ops import checks, tracing
 from osdn.ops.cpu import _refuse_double_backward
 from osdn.ops.cpu.binding import Kernel, bind, element, run, wide
 from osdn.ops.cpu.convolution import DTYPES
@@ -50,7 +50,7 @@ def log_decay(x: Tensor, rate: Tensor, bias: Tensor | None = None, bound: float 
     rate = rate.to(dtype).view(-1)  # a parameter is no plain tensor, a view of one is
     bias = None if bias is None else bias.to(dtype).view(-1)
     arguments = (x, rate, bias, 0.0 if bound is None else float(bound), bound is not None)
-    if watched.by_autograd(arguments) or watched.by_others(arguments):
+    if tracing.needs_gradient(arguments) or tracing.is_traced(arguments):
         return _decay(*arguments)
     return _forward(*arguments)
 
@@ -119,7 +119,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    watched.refuse_batched("cpu", [grad])
+    tracing.reject_batched_gradients("cpu", [grad])
     saved = ctx.saved_tensors
     made = _decay_backward(*saved, grad, ctx.bound, ctx.bounded)
     return *(g if x is not None else None for g, x in zip(made, saved)), None, None

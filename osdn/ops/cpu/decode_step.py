@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from osdn.ops import checks, watched
+from osdn.ops import checks, tracing
 from osdn.ops.cpu import compiled
 from osdn.ops.cpu.binding import Kernel, bind, call, element, wide
 
@@ -95,7 +95,7 @@ def usable(x: Tensor) -> bool:
         x.device.type == "cpu"
         and x.dtype in checks.FLOATS
         and not torch.is_grad_enabled()
-        and not watched.by_transforms()
+        and not tracing.in_transform()
         and compiled(wide(x.dtype))
     )
 
@@ -107,7 +107,7 @@ def decode_step(inputs: StepInputs, settings: StepSettings, overwrite: bool = Fa
     """
     check(inputs, settings)
     numbers = settings.numbers(inputs.state.shape[2])
-    if watched.by_others(inputs):
+    if tracing.is_traced(inputs):
         return StepOutputs(*_operator(*inputs, numbers))
     outputs = _outputs(inputs, overwrite)
     _run(inputs, numbers, outputs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osdn.ops import checks, watched
+from osdn.ops import checks, tracing
 from osdn.ops.cpu import _refuse_double_backward
 from osdn.ops.cpu.binding import Kernel, bind, element, run, wide
 from osdn.ops.cpu.convolution import DTYPES
@@ -64,7 +64,7 @@ def gated_rms_norm(
         )
     weight = weight.to(wide(x.dtype)).view(-1)  # a parameter is no plain tensor, a view of one is
     arguments = (x, weight, gate, ACTIVATIONS[activation], float(eps))
-    if watched.by_autograd(arguments) or watched.by_others(arguments):
+    if tracing.needs_gradient(arguments) or tracing.is_traced(arguments):
         return _norm(*arguments)
     return _forward(*arguments)
 
@@ -141,7 +141,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    watched.refuse_batched("cpu", [grad])
+    tracing.reject_batched_gradients("cpu", [grad])
     x, weight, gate = ctx.saved_tensors
     grad_x, grad_weight, grad_gate = _norm_backward(x, weight, gate, grad, ctx.activation, ctx.eps)
     return grad_x, grad_weight, None if gate is None else grad_gate, None, None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osdn.ops import watched
+from osdn.ops import tracing
 from osdn.ops.cpu import _refuse_double_backward
 from osdn.ops.cpu.binding import Kernel, bind, element, run, wide
 
@@ -33,7 +33,7 @@ def widened(x: Tensor, unit: bool, eps: float = 1e-6) -> Tensor:
     """`x` `[B, T, H, K]` in float32 (float64 stays), and with `unit` as `x / sqrt(sum(x ** 2) + eps)`."""
     if not unit and x.dtype in (torch.float32, torch.float64):
         return x
-    if watched.by_autograd([x]) or watched.by_others([x]):
+    if tracing.needs_gradient([x]) or tracing.is_traced([x]):
         return _normalize(x, unit, eps)
     return _forward(x, unit, eps)
 
@@ -85,7 +85,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    watched.refuse_batched("cpu", [grad])
+    tracing.reject_batched_gradients("cpu", [grad])
     return _normalize_backward(*ctx.saved_tensors, grad, ctx.unit, ctx.eps), None, None
 
 

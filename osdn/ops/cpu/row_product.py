@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from osdn.ops import checks, watched
+from osdn.ops import checks, tracing
 from osdn.ops.cpu import compiled
 from osdn.ops.cpu.binding import Kernel, bind, call, element, wide
 
@@ -34,8 +34,8 @@ def usable(x: Tensor, weight: Tensor) -> bool:
         and x.dtype in checks.FLOATS
         and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         and weight.is_contiguous()
-        and not watched.by_autograd((x, weight))
-        and not watched.by_transforms()
+        and not tracing.needs_gradient((x, weight))
+        and not tracing.in_transform()
         and compiled(wide(x.dtype))
     )
 
@@ -72,7 +72,7 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     rows = x.numel() // K
     if rows > MOST_ROWS:
         raise ValueError(f"x has {rows} rows; use torch.nn.functional.linear for more than {MOST_ROWS}")
-    if watched.by_autograd(given.values()) or watched.by_others(given.values()):
+    if tracing.needs_gradient(given.values()) or tracing.is_traced(given.values()):
         return _operator(x, weight, bias)
     return _forward(x, weight, bias)
 

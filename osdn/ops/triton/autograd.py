@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from osdn.ops import checks, watched
+from osdn.ops import checks, tracing
 from osdn.ops.checks import Newton, Phase1, Phase2, Rule, Scaling, Squash
 from osdn.ops.triton import decode, phase1, phase1_backward, phase2, phase2_backward
 from osdn.ops.triton.chunks import chunks_of
@@ -31,7 +31,7 @@ def delta_rule(x: Phase2, write_keys: Tensor | None = None) -> tuple[Tensor, Ten
     _check_dtype(x.k)
     w = None if write_keys is None else write_keys.to(x.k.dtype)
     tensors = (x.q, x.k, x.v, x.beta, w, x.log_decay, x.initial_state)
-    if x.k.shape[1] <= RECURRENT_UP_TO and not watched.by_autograd(tensors):
+    if x.k.shape[1] <= RECURRENT_UP_TO and not tracing.needs_gradient(tensors):
         arguments = (*tensors, None, None, None, None, x.cu_seqlens, x.scale, None, False)
         o, final_state, _ = _call(_recurrent, _recur, *arguments)
         return o, final_state
@@ -43,7 +43,7 @@ def preconditioned_delta_rule(x: Phase2, p: Phase1) -> tuple[Tensor, Tensor, Ten
     _check_dtype(x.k)
     phase1 = (p.gate, _retention(p.retention), _rows(p.initial), p.center)
     tensors = (x.q, x.k, x.v, x.beta, None, x.log_decay, x.initial_state, *phase1)
-    if x.k.shape[1] <= RECURRENT_UP_TO and not watched.by_autograd(tensors):
+    if x.k.shape[1] <= RECURRENT_UP_TO and not tracing.needs_gradient(tensors):
         numbers = _numbers(p.retention, p.rule)
         o, final_state, final = _call(_recurrent, _recur, *tensors, x.cu_seqlens, x.scale, *numbers)
         return o, final_state, _shaped(final, p.rule)
@@ -70,7 +70,7 @@ def _check_dtype(k: Tensor) -> None:
 
 def _call(operator: Any, plain: Callable[..., Any], *arguments: Any) -> Any:
     """Through the dispatcher when somebody is watching, else directly."""
-    seen = watched.by_autograd(arguments) or watched.by_others(arguments)
+    seen = tracing.needs_gradient(arguments) or tracing.is_traced(arguments)
     return (operator if seen else plain)(*arguments)
 
 
@@ -218,7 +218,7 @@ def _save_precondition(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate_precondition(
     ctx: Any, grad_w: Tensor | None, grad_d: Tensor | None, *_: Any
 ) -> tuple[Any, ...]:
-    watched.refuse_batched("triton", (grad_w, grad_d))
+    tracing.reject_batched_gradients("triton", (grad_w, grad_d))
     saved = ctx.saved_tensors
     k, beta = saved[:2]
     unread = grad_w is None
@@ -315,7 +315,7 @@ def _save_rule(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _differentiate_rule(ctx: Any, grad_o: Tensor | None, grad_S: Tensor | None) -> tuple[Any, ...]:
-    watched.refuse_batched("triton", (grad_o, grad_S))
+    tracing.reject_batched_gradients("triton", (grad_o, grad_S))
     q, k, v, *others = ctx.saved_tensors
     unread = grad_o is None
     if unread:  # queries get no gradient: zero times one that is not finite would be NaN
@@ -382,7 +382,7 @@ def decode_(
     _check_decoding(q, k, v, beta, retention, initial_scale, log_decay, state)
     numbers, aware = (None, False) if settings is None else _numbers(retention, settings)
     tensors = (q, k, v, beta, log_decay, state, _retention(retention), initial_scale)
-    if watched.by_autograd(tensors):
+    if tracing.needs_gradient(tensors):
         raise ValueError("decode_ has no gradient; call it under torch.no_grad()")
     o, final_scale = _call(_decode, _step, *tensors, scale, numbers, aware)
     return o, final_scale

@@ -1,4 +1,4 @@
-"""Who must see the operators of a compiled backend; where nobody does, kernels are called directly."""
+"""Whether a kernel may be called directly, or PyTorch must see the operator around it."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -21,23 +21,27 @@ def constant_in_graphs(function: Decorated) -> Decorated:
     return function
 
 
-def by_autograd(arguments: Iterable[Any]) -> bool:
+def needs_gradient(arguments: Iterable[Any]) -> bool:
+    """Whether autograd must record the operator."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
 
 
-def by_others(arguments: Iterable[Any]) -> bool:
-    """A compiler, a tracer, a dispatch mode or a tensor subclass: some have no memory a kernel could read."""
+def is_traced(arguments: Iterable[Any]) -> bool:
+    """Whether a compiler, a tracer, a dispatch mode or a tensor subclass must see the operator.
+
+    Some of these tensors have no memory that a kernel could read.
+    """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
         return True
     return any(isinstance(x, Tensor) and type(x) is not Tensor for x in arguments)
 
 
-def by_transforms() -> bool:
-    """`torch.func` (vmap, jvp, ...) or forward-mode differentiation, of which kernels know nothing."""
+def in_transform() -> bool:
+    """Whether `torch.func` (vmap, jvp, ...) or forward-mode differentiation is active; kernels support neither."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def refuse_batched(backend: str, grads: Iterable[Any]) -> None:
-    """Gradients stacked by `is_grads_batched` or `vectorize` have no memory that a kernel could read."""
+def reject_batched_gradients(backend: str, grads: Iterable[Any]) -> None:
+    """Raise for gradients stacked by `is_grads_batched` or `vectorize`: they have no memory of their own."""
     if any(isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x) for x in grads):
         raise RuntimeError(f'backend="{backend}" has no batched gradients; use backend="chunkwise" for them')

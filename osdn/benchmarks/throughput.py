@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from osdn.bfloat16 import avoid_broken_amx
-from osdn.models import PRESETS, OSDNConfig, OSDNForCausalLM, describe
+from osdn.models import PRESETS, OSDNConfig, OSDNForCausalLM, describe_model
 from osdn.models.checkpoints import DTYPES, load_model, usable_device
 from osdn.models.describe import load_config
 from osdn.models.identity import Identity, identify
@@ -147,7 +147,7 @@ def summarise(block: list[Timed], tokens: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for one in block:
         prefill, decode = (statistics.median(column) for column in zip(*one.times))
-        costs = describe(one.model)
+        costs = describe_model(one.model)
         row = {
             **one.identity.record(),
             "tokens_per_second": tokens / (prefill + decode) * 1e3,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from osdn.models import describe
+from osdn.models import describe_model
 from osdn.reproduction.plan import BEGUN, Plan
 from osdn.reproduction.profiles import baseline_of
 from osdn.reproduction.runner import MACHINE, hours_taken
@@ -63,7 +63,7 @@ def _speed(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _model(plan: Plan, model: str) -> dict[str, Any]:
     """What the first seed's model is."""
-    described = describe(plan.run_folder(model, 0) / "model")
+    described = describe_model(plan.run_folder(model, 0) / "model")
     return {"baseline": baseline_of(model), "parameters": described.parameters}
 
 

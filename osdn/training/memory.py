@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from osdn.models import OSDNConfig, describe
+from osdn.models import OSDNConfig, describe_model
 from osdn.models.modeling_osdn import OSDNBlock
 from osdn.training.settings import RunSettings
 
@@ -21,7 +21,7 @@ LESS_MEMORY = "Set training.gradient_checkpointing, a smaller data.seq_len, or f
 def check_memory(config: OSDNConfig, settings: RunSettings, device: torch.device, devices: int) -> None:
     """Reject a run whose weights, gradients, AdamW moments and activations of one row cannot fit."""
     shards = devices if settings.training.parallelism == "fsdp2" else 1
-    weights, activations = 16 * describe(config).parameters / shards, 0.0
+    weights, activations = 16 * describe_model(config).parameters / shards, 0.0
     if device.type == "cpu":
         free = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:

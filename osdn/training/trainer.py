@@ -40,7 +40,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
 from osdn import bfloat16
-from osdn.models import OSDNConfig, OSDNForCausalLM, describe
+from osdn.models import OSDNConfig, OSDNForCausalLM, describe_model
 from osdn.models.modeling_osdn import OSDNBlock
 from osdn.results.store import TRAINING
 from osdn.terminal import printable
@@ -84,7 +84,9 @@ class PackedTrainer(Trainer):
         self.settings, self.rows, self.skipped_steps = settings, rows, skipped_steps
         super().__init__(**kwargs)
         self.position = rows.position
-        self.train_flops = 3 * describe(self.model).forward_flops  # per token; a backward costs two forwards
+        self.train_flops = (
+            3 * describe_model(self.model).forward_flops
+        )  # per token; a backward costs two forwards
         self.peak_flops = matmul_flops(self.args.device, torch.bfloat16 if self.args.bf16 else torch.float32)
         self.step_loss = torch.zeros((), device=self.args.device)  # of this step's batches so far
         self.loss_sum, self.loss_steps = torch.zeros_like(self.step_loss), 0  # since the last log

@@ -12,7 +12,7 @@ from osdn import OSDNConfig, OSDNForCausalLM
 from osdn.benchmarks import throughput
 from osdn.cli import app
 from osdn.models.checkpoints import load_model
-from osdn.models.describe import PAPER_STATE_MIB, describe
+from osdn.models.describe import PAPER_STATE_MIB, describe_model
 from osdn.models.identity import identify
 from osdn.models.presets import VARIANTS
 from osdn.results.paper import THROUGHPUT
@@ -137,7 +137,7 @@ def test_a_hybrids_state_includes_keys_and_values():
         throughput.summarise([timed("gdn-hybrid-tiny", (1.0, 1.0))], tokens)[0]["state_mib"]
         for tokens in (1, 1025)
     )
-    costs = describe("gdn-hybrid-tiny")
+    costs = describe_model("gdn-hybrid-tiny")
     assert costs.cache_kib_per_token > 0
     assert long - short == pytest.approx(costs.cache_kib_per_token)
 
@@ -165,7 +165,7 @@ def test_the_command_measures_presets_and_sizes(tmp_path, monkeypatch):
     assert all(len(row["times_ms"]) == 2 for row in result["rows"])
     assert throughput.expand(["hybrid-tiny"]) == [f"{name}-hybrid-tiny" for name in VARIANTS]
     (row,) = original(["gdn-hybrid-tiny"], prefill=16, decode=3, **short)["rows"]
-    assert row["state_mib"] == describe("gdn-hybrid-tiny").memory_mib(19)
+    assert row["state_mib"] == describe_model("gdn-hybrid-tiny").memory_mib(19)
     done = CliRunner().invoke(app, ["bench", "throughput", "huge"])
     assert done.exit_code == 1
     assert "no preset, size or folder huge" in done.output

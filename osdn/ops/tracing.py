@@ -37,7 +37,7 @@ def is_traced(arguments: Iterable[Any]) -> bool:
 
 
 def in_transform() -> bool:
-    """Whether `torch.func` (vmap, jvp, ...) or forward-mode differentiation is on; kernels support neither."""
+    """Whether `torch.func` (vmap, jvp, ...) or forward-mode differentiation is on, which kernels lack."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 

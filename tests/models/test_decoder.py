@@ -1,6 +1,7 @@
 """A token of the whole model as one compiled call is what its layers give."""
 
 import copy
+import gc
 import threading
 
 import pytest
@@ -225,6 +226,15 @@ def test_two_threads_may_decode_at_once():
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_a_program_made_in_inference_mode_serves_outside_of_it(runs):
+    model = build()
+    with torch.inference_mode():
+        want, _ = decode(model)
+    got, _ = decode(model)
+    assert torch.equal(got, want)
+    assert len(runs) == 2 * STEPS
+
+
 def test_outputs_are_not_written_over_by_the_next_token():
     model = build()
     with torch.no_grad():
@@ -241,7 +251,5 @@ def test_a_model_is_freed_with_its_program():
     decode(model)
     count = len(decoder._decoders)
     del model
-    import gc
-
     gc.collect()
     assert len(decoder._decoders) == count - 1

@@ -27,7 +27,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from osdn.benchmarks import paper_form
+from osdn.benchmarks import onnx_runtime, paper_form
 from osdn.ops import (
     available_backends,
     delta_rule,
@@ -47,6 +47,12 @@ SEED = 0
 BACKBONES = ("delta_net", "gdn", "kda")
 RULES = ("newton", "newton, blocks of 16", "pgdn")
 VARIANTS = ("delta_net", "osdn", "osdn-apf", *RULES, "gdn", "osgdn", "kda", "oskda")
+ONNX_RUNTIME = "gdn, ONNX Runtime"
+FORWARD_ONLY = (
+    ONNX_RUNTIME,
+    "osdn, chunkwise",
+    "the paper's form",
+)  # no backward, or a slow one
 MM = 1024  # the limit assumes the speed of a float32 product of two MM x MM matrices
 
 
@@ -115,6 +121,9 @@ def contenders(
     if compiled:
         graph = torch.compile(torch_chunk_gated_delta_rule, dynamic=False)
         found["gdn, transformers compiled"] = lambda q, k, v, b: graph(q, k, v, p.decay, b)[0]
+    if onnx_runtime.installed():
+        run = onnx_runtime.gated_delta_rule(p.shape, p.decay, torch.zeros_like(p.state))
+        found[ONNX_RUNTIME] = run
     if slow:
         found |= variants(p, "chunkwise", ["osdn"])
         found["osdn, the paper's form"] = paper_form.osdn
@@ -149,6 +158,9 @@ def decoding(p: Workload) -> dict[str, Call]:
     calls["gdn, transformers recurrent"] = lambda: torch_recurrent_gated_delta_rule(
         q, k, v, p.decay, beta, **state
     )
+    if onnx_runtime.installed():
+        run = onnx_runtime.gated_delta_rule(p.shape, p.decay, p.state)
+        calls[ONNX_RUNTIME] = lambda: run(q, k, v, beta)
     return {name: torch.no_grad()(call) for name, call in calls.items()}
 
 
@@ -227,8 +239,7 @@ def run(quick: bool, rounds: int, output: Path, device: str = "cpu") -> None:
         where = f"B=1 T=2048 H=8 K=V=128, {n} thread{'s' * (n > 1)}"
         found = contenders(p, compiled=not quick and n == threads, slow=not quick and n == threads)
         table(f"forward, {where}", p, {k: forward(p, f) for k, f in found.items()}, 6, rounds)
-        found = {k: f for k, f in found.items() if "osdn, chunkwise" not in k and "paper" not in k}
-        calls = {k: forward_backward(p, f) for k, f in found.items()}
+        calls = {k: forward_backward(p, f) for k, f in found.items() if not k.endswith(FORWARD_ONLY)}
         table(f"forward and backward, {where}", p, calls, 20, rounds)
 
         one = Workload(1, 1, 8, 128, 128)
@@ -240,10 +251,11 @@ def run(quick: bool, rounds: int, output: Path, device: str = "cpu") -> None:
 
     if not quick:
         p = Workload(8, 512, 8, 64, 64)
-        calls = {k: forward_backward(p, f) for k, f in contenders(p, chunkwise=False, slow=False).items()}
+        found = contenders(p, chunkwise=False, slow=False)
+        calls = {k: forward_backward(p, f) for k, f in found.items() if not k.endswith(FORWARD_ONLY)}
         table("training, B=8 T=512 H=8 K=V=64: forward and backward", p, calls, 20, rounds)
         series: dict[str, dict[int, float]] = {}
-        names = ("osdn, cpu", "delta_net, cpu", "gdn, chunkwise", "gdn, transformers eager")
+        names = ("osdn, cpu", "delta_net, cpu", "gdn, chunkwise", "gdn, transformers eager", ONNX_RUNTIME)
         for T in (512, 1024, 2048, 4096, 8192, 16384):
             p = Workload(1, T, 8, 128, 128)
             calls = {k: forward(p, f) for k, f in contenders(p, slow=False).items() if k in names}

@@ -1,4 +1,4 @@
-"""The gated delta rule of ONNX Runtime on a CPU: a peer of the operators, without a backward, if installed."""
+"""The gated delta rule of ONNX Runtime on a CPU, if installed: a peer of our operators without a backward."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any

@@ -45,7 +45,7 @@ def decode(model: "OSDNModel", x: Tensor, cache: Cache) -> Tensor | None:
         return None
     decoder = _decoders.get(model)
     if decoder is None or not decoder.fits(x):
-        with torch.inference_mode(False):  # buffers that may be written to in any mode
+        with torch.inference_mode(False), torch.no_grad():  # buffers that may be written to in any mode
             decoder = _decoders[model] = Decoder(model, x)
     states = decoder.states(cache)
     if states is None or not decoder.lock.acquire(blocking=False):

@@ -80,46 +80,19 @@ __all__ = [
     "save_flash_linear_attention",
 ]
 
-# Where a name comes from, cheapest first; what is not listed here comes from `osdn.models`.
-_PACKAGES = ("hosts", "layers", "models", "ops")
-_SOURCES = {
-    "accelerate": "osdn.hosts",
-    **dict.fromkeys(
-        (
-            "DeltaNet",
-            "GatedDeltaNet",
-            "KimiDeltaAttention",
-            "MixerState",
-            "NewtonConfig",
-            "PGDNConfig",
-            "PreconditionerConfig",
-        ),
-        "osdn.layers",
-    ),
-    **dict.fromkeys(
-        (
-            "available_backends",
-            "delta_rule",
-            "newton_delta_rule",
-            "newton_keys",
-            "online_scaled_delta_rule",
-            "pgdn_delta_rule",
-            "pgdn_keys",
-            "precondition_keys",
-        ),
-        "osdn.ops",
-    ),
-}
+_PACKAGES = ("ops", "layers", "hosts", "models")  # each imports only those before it
 
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return import_module(f"osdn.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module 'osdn' has no attribute {name!r}")
-    value = getattr(import_module(_SOURCES.get(name, "osdn.models")), name)
-    globals()[name] = value  # so that the next access is an ordinary one
-    return value
+    if name in __all__:
+        for package in _PACKAGES:
+            module = import_module(f"osdn.{package}")
+            if hasattr(module, name):
+                globals()[name] = getattr(module, name)  # so that the next access is an ordinary one
+                return globals()[name]
+    raise AttributeError(f"module 'osdn' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

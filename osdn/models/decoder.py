@@ -68,7 +68,7 @@ class Decoder:
         self.snapshot = Snapshot(model)
         self.hidden = torch.empty(len(x), x.shape[2], dtype=x.dtype)
         self.shapes: list[list[tuple[int, ...] | None]] = []
-        self.program: Program | None = Program()
+        self.program: Program | None = Program(x.dtype)
         try:
             self.out = self._assemble(model, self.program)
         except NotPlainError:

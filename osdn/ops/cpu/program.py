@@ -33,19 +33,20 @@ class Program:
     every run, and moved on where they lie.
 
     >>> x, weight = torch.randn(1, 64), torch.randn(8, 64)
-    >>> program = Program()
+    >>> program = Program(x.dtype)
     >>> (y,) = program.products([Product(x, weight)])
     >>> program.run()
     >>> torch.allclose(y, x @ weight.T, atol=1e-5)
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self._calls: list[tuple[int, bytes]] = []
         self._tensors: list[Tensor] = []  # they must not be freed
         self._steps: list[int] = []  # places of the steps among the calls
-        self._dtype = torch.float32
+        self._dtype = wide(dtype)
         self._memory: ctypes.Array[ctypes.c_char] | None = None
+        self._places: list[list[int]] = []  # of every step's states in that memory
 
     def products(self, products: Sequence[Product], add: Tensor | None = None) -> list[Tensor]:
         """Outputs `[M, N]` of products of `[M, K]`; with `add` `[M, N]`, they are added to it in place."""
@@ -94,7 +95,6 @@ class Program:
             raise ValueError("a program needs contiguous tensors")
         self._calls.append((kind, packed))
         self._tensors += tensors
-        self._dtype = wide(tensors[-1].dtype) if kind == PRODUCTS else self._dtype
         self._memory = None
 
     def run(self, states: Sequence[Sequence[Tensor | None]] = ()) -> None:

@@ -27,11 +27,10 @@ from osdn.models.cache import DeltaRuleCacheLayer, check_cache
 from osdn.models.configuration_osdn import MIXERS, OSDNConfig
 from osdn.models.decoder import decode
 from osdn.models.layout import Layout, lay_out
+from osdn.models.loss import IGNORED_LABEL, summed_cross_entropy
 from osdn.ops import tracing
 
-IGNORED_LABEL = -100
 LABELS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-LOGITS_AT_ONCE = 2**25  # 128 MiB in float32: enough rows for a fast matrix product
 
 
 class OSDNMLP(nn.Module):
@@ -340,20 +339,11 @@ class OSDNForCausalLM(OSDNPreTrainedModel, GenerationMixin):
             if torch.is_autocast_enabled(x.device.type):
                 dtype = torch.get_autocast_dtype(x.device.type)
                 x, weight = x.to(dtype), weight.to(dtype)
-            options = nn.LinearCrossEntropyOptions(
-                batch_chunk_size=max(1, LOGITS_AT_ONCE // weight.shape[0]),
-                allow_retain_graph=torch.compiler.is_compiling(),
-            )
-            # A single loss fits into half precision, but the sum of many does not.
-            reduction = "none" if x.dtype.itemsize < 4 else "sum"
-            loss = F.linear_cross_entropy(
-                x, weight, labels, reduction=reduction, ignore_index=IGNORED_LABEL, options=options
-            )
+            loss = summed_cross_entropy(x, weight, labels)
         else:  # the logits can only be computed by calling the head
             loss = F.cross_entropy(
                 widen(self.lm_head(x)), labels, reduction="sum", ignore_index=IGNORED_LABEL
             )
-        loss = loss.sum(dtype=torch.promote_types(loss.dtype, torch.float32))
         return loss / ((labels != IGNORED_LABEL).sum() if num_items is None else num_items)
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from osdn import OSDNConfig, OSDNForCausalLM
-from osdn.models import modeling_osdn
+from osdn.models import loss as losses
 from tests.models.variants import VARIANTS, make, tokens
 
 
@@ -29,7 +29,7 @@ def gradients(loss, model):
 @pytest.mark.parametrize("rows", [1, 4, 1000])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_loss_and_its_gradients_match_the_cross_entropy(rows, tied, monkeypatch):
-    monkeypatch.setattr(modeling_osdn, "LOGITS_AT_ONCE", 61 * rows)
+    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 61 * rows)
     model, ids = make("osdn-apf", tie_word_embeddings=tied), tokens(3, 9)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.manual_seed(0)) < 0.3, -100)
     expected = plain_loss(model, ids, labels)
@@ -39,6 +39,25 @@ def test_the_loss_and_its_gradients_match_the_cross_entropy(rows, tied, monkeypa
     theirs = gradients(expected, model)
     for name, grad in gradients(model(ids, labels=labels).loss, model).items():
         torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_in_half_precision_matches_float64(rows, dtype, monkeypatch):
+    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 61 * rows)
+    x, weight = (torch.randn(n, 30, generator=torch.manual_seed(n)).to(dtype) for n in (27, 61))
+    labels = tokens(1, 27)[0].masked_fill(torch.arange(27) % 4 == 0, -100)
+    exact = [tensor.double().requires_grad_() for tensor in (x, weight)]
+    expected = F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum", ignore_index=-100)
+    inputs = [tensor.requires_grad_() for tensor in (x, weight)]
+    loss = losses.summed_cross_entropy(*inputs, labels)
+    torch.testing.assert_close(loss.double(), expected, rtol=2e-3, atol=0)
+    assert losses.summed_cross_entropy(x.detach(), weight.detach(), labels) == loss
+    for scale in (1.0, 1 / 27):  # twice: the graph can be retained
+        theirs = torch.autograd.grad(expected * scale, exact, retain_graph=True)
+        for mine, want in zip(torch.autograd.grad(loss * scale, inputs, retain_graph=True), theirs):
+            assert mine.dtype == dtype
+            torch.testing.assert_close(mine.double(), want, rtol=0.02, atol=0.01 * want.abs().max().item())
 
 
 @pytest.mark.parametrize("shape", [(2, 16), (4, 8), (4, 4), (2, 7), (16,)])

@@ -36,8 +36,8 @@ sanitize: setup  ## random configurations with the C++ kernels instrumented
 	XDG_CACHE_HOME=$(CURDIR)/.venv/sanitized \
 	OSDN_CXXFLAGS="-O1 -g -march=$$cpu -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 \
-	$(PY) -m pytest -p no:cacheprovider tests/ops/test_agreement.py tests/ops/test_sequences.py tests/ops/test_isolation.py tests/ops/test_half.py \
+	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
+	$(PY) -m pytest -p no:cacheprovider -n auto --dist worksteal tests/ops/test_agreement.py tests/ops/test_sequences.py tests/ops/test_isolation.py tests/ops/test_half.py \
 	    tests/ops/test_cpu_convolution.py tests/ops/test_cpu_normalization.py tests/ops/test_cpu_gated_norm.py \
 	    tests/ops/test_cpu_decay.py tests/ops/test_cpu_row_product.py tests/layers/test_decoding.py tests/models/test_decoder.py \
 	    -k "not chunkwise and not reference]" || exit 1; done
@@ -48,10 +48,11 @@ MINUTES ?= 5
 attack: setup    ## kills, damage, hostile files and random operators for MINUTES=5
 	$(PY) -W ignore -m tests.attack --minutes $(MINUTES)
 
-lint: setup      ## ruff and mypy
+lint: setup      ## ruff, mypy and clang-format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	.venv/bin/clang-format --dry-run --Werror osdn/ops/cpu/*.h osdn/ops/cpu/*.cpp tests/ops/*.cpp
 
 wheel: setup     ## build the wheel into dist/
 	$(PY) -m build --wheel

@@ -9,19 +9,21 @@ the best call of each kind in ms, in gigabytes of weights per second, and as a r
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from osdn.models.quantization import Int4Linear, Int8Linear, QuantizedLinear
 from osdn.ops.cpu.row_product import row_product
 
 SHAPES = {"1024 x 1024": (1024, 1024), "1024 to 4096": (4096, 1024), "4096 to 1024": (1024, 4096),
           "1024 to 32000": (32000, 1024)}  # fmt: skip
-GROUP = 128  # channels of an int4 weight that share a scale
+GROUP = 32  # channels of an int4 weight that share a scale, as in ours
 Call = Callable[[Tensor, Any], Tensor]
 
 
@@ -30,11 +32,11 @@ def clock() -> float:
     return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def int4(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+def aten_int4(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
     return torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight[0], GROUP, weight[1])
 
 
-def int8(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+def aten_int8(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
     return torch.ops.aten._weight_int8pack_mm(x, *weight)
 
 
@@ -52,6 +54,10 @@ def float_weight(dtype: torch.dtype) -> Callable[[int, int], Tensor]:
     return lambda N, K: torch.randn(1, K).to(dtype).expand(N, K).contiguous()
 
 
+def quantized(kind: type[QuantizedLinear]) -> Callable[[int, int], QuantizedLinear]:
+    return lambda N, K: kind(nn.Linear(K, N, bias=False))
+
+
 # name: how to multiply, dtype of x, a weight, its bytes per element
 CONTENDERS: dict[str, tuple[Call, torch.dtype, Callable[[int, int], Any], float]] = {
     "torch.sum, float32": (lambda x, w: w.sum(), torch.float32, float_weight(torch.float32), 4),
@@ -59,8 +65,10 @@ CONTENDERS: dict[str, tuple[Call, torch.dtype, Callable[[int, int], Any], float]
     "row_product, float32": (row_product, torch.float32, float_weight(torch.float32), 4),
     "F.linear, bfloat16": (F.linear, torch.bfloat16, float_weight(torch.bfloat16), 2),
     "row_product, bfloat16": (row_product, torch.bfloat16, float_weight(torch.bfloat16), 2),
-    "int8 per channel": (int8, torch.bfloat16, packed_int8, 1),
-    f"int4 in groups of {GROUP}": (int4, torch.bfloat16, packed_int4, 0.5),
+    "ATen, int8": (aten_int8, torch.bfloat16, packed_int8, 1),
+    "row_product, int8": (lambda x, linear: linear(x), torch.bfloat16, quantized(Int8Linear), 1),
+    "ATen, int4": (aten_int4, torch.bfloat16, packed_int4, 0.5),
+    "row_product, int4": (lambda x, linear: linear(x), torch.bfloat16, quantized(Int4Linear), 0.5),
 }
 
 
@@ -71,7 +79,7 @@ def best_times(rows: int, N: int, K: int, gigabytes: float, rounds: int) -> dict
     for name, (call, dtype, weight, size) in CONTENDERS.items():
         copies = max(3, int(gigabytes * 1e9 / (N * K * size)))
         first = weight(N, K)
-        weights = [first, *(_clone(first) for _ in range(copies - 1))]
+        weights = [first, *(copy.deepcopy(first) for _ in range(copies - 1))]
         x = torch.randn(rows, K).to(dtype)
         for _ in range(rounds):
             for w in weights:
@@ -79,10 +87,6 @@ def best_times(rows: int, N: int, K: int, gigabytes: float, rounds: int) -> dict
                 call(x, w)
                 best[name] = min(best[name], clock() - start)
     return best
-
-
-def _clone(weight: Any) -> Any:
-    return weight.clone() if isinstance(weight, Tensor) else tuple(part.clone() for part in weight)
 
 
 def main() -> None:

@@ -2,10 +2,10 @@
 // ThreadSanitizer, and to see that every answer is that of one thread.  Built and run by `make sanitize` and by test_cpu_races.py.
 
 #define REAL float
-#include "kernels.cpp"
-
 #include <cstdio>
 #include <random>
+
+#include "kernels.cpp"
 
 namespace {
 

@@ -9,28 +9,28 @@ namespace {
 template <class R>
 struct BackwardSpan {
     static constexpr int C = W<R>, TILES = (SPAN + C - 1) / C;
-    enum Row { KEY, QUERY, WRITE, ROWS };        // what a tile has of each token, k̂, q̂ and ŵ: gradients in this order
+    enum Row { KEY, QUERY, WRITE, ROWS };        // a tile's rows per token, k̂, q̂ and ŵ; gradients come in this order
     enum Score { A, Q, SCORES };                 // of two tokens
-    enum Value { READ, OUTPUT, ERROR, VALUES };  // gradients dp of reads and do of outputs; e, and at last dv instead
+    enum Value { READ, OUTPUT, ERROR, VALUES };  // gradients dp of reads and do of outputs; e, finally replaced by dv
     const Head<R>& head;
     int64_t t = 0;
     int count = 0;
     Tile<R, C> tiles[TILES];
     Feedback<R> feedbacks[SPAN];
-    R *grad_state;                // [K, V] in packed blocks: of the state after the current tile
-    R *grad_d;                    // the gradient of phase 1's state
-    R *keys, *queries, *writes;   // [SPAN, Kp]: without decays, queries times the output's scale
-    R *kept;                      // [SPAN + 1, ...]: what phase 1 keeps of each token, first the state before it
-    R *grad_keys, *grad_writes;   // [SPAN, Kp]
-    R *grad_rows;                 // [TILES, ROWS, Kp, C]: transposed
-    R *grad_scores;               // [TILES, SCORES, C, C]
-    R *grad_decay;                // [TILES, K, W]: partial sums of S * dS over the columns
-    R *grad_beta;                 // [SPAN, W]: partial sums of du * e over the columns
-    R *states;                    // [TILES, K, BLOCK]: the state before each tile, one block of columns
-    R *values;                    // [V] in blocks of [TILES, VALUES, C, BLOCK]
-    R *u;                         // [C, BLOCK]
-    R *read_columns;              // [2, BLOCK, C]: dp and do of a tile, transposed
-    R *write_columns;             // [BLOCK, C]: u, transposed
+    R* grad_state;               // [K, V] in packed blocks: of the state after the current tile
+    R* grad_d;                   // the gradient of phase 1's state
+    R *keys, *queries, *writes;  // [SPAN, Kp]: without decays, queries times the output's scale
+    R* kept;                     // [SPAN + 1, ...]: what phase 1 saves per token, starting with the state before it
+    R *grad_keys, *grad_writes;  // [SPAN, Kp]
+    R* grad_rows;                // [TILES, ROWS, Kp, C]: transposed
+    R* grad_scores;              // [TILES, SCORES, C, C]
+    R* grad_decay;               // [TILES, K, W]: partial sums of S * dS over the columns
+    R* grad_beta;                // [SPAN, W]: partial sums of du * e over the columns
+    R* states;                   // [TILES, K, BLOCK]: the state before each tile, one block of columns
+    R* values;                   // [V] in blocks of [TILES, VALUES, C, BLOCK]
+    R* u;                        // [C, BLOCK]
+    R* read_columns;             // [2, BLOCK, C]: dp and do of a tile, transposed
+    R* write_columns;            // [BLOCK, C]: u, transposed
 
     BackwardSpan(const Head<R>& h, Phase1<R>& phase1) : head(h) {
         const int64_t K = h.K, Kp = h.Kp, Vp = round_up(h.V, BLOCK<R>), tile = Tile<R, C>::size(h.Kp);
@@ -58,7 +58,7 @@ struct BackwardSpan {
         phase1.take(own);
     }
 
-    // Token c's key and write key; without decays the tile has them as they are.
+    // Token c's key and write key; without decays, the tile's own rows.
     const R* key(int c) const {
         return head.call.decay_kind ? keys + c * int64_t(head.Kp) : tiles[c / C].k(c % C, head.Kp);
     }
@@ -94,9 +94,9 @@ struct BackwardSpan {
         for (int c = 0; c < count; c++)
             each_block<R>(0, head.V, [&](auto nv, int v0, int columns) {
                 Vec<R> row[nv];
-                for (int m = 0; m < nv; m++)
-                    row[m] = load(value(c / C, ERROR, v0, nv) + (c % C * nv + m) * W<R>);
-                stream_some<R, nv>(head.gradient(head.call.grad_v, head.call.element, t + c, head.V) + v0, columns, row);
+                for (int m = 0; m < nv; m++) row[m] = load(value(c / C, ERROR, v0, nv) + (c % C * nv + m) * W<R>);
+                stream_some<R, nv>(head.gradient(head.call.grad_v, head.call.element, t + c, head.V) + v0, columns,
+                                   row);
             });
     }
     template <int NV>
@@ -106,7 +106,7 @@ struct BackwardSpan {
                 store(u + (c * NV + m) * W<R>, load(errors + (c * NV + m) * W<R>) * tiles[i].beta[c]);
     }
 
-    // Asks for a share of what the span before will read: tile i and block v0 stand for as large a part of it.
+    // Prefetches the share of the preceding span's inputs that corresponds to tile i and block v0.
     INLINE void prefetch_span(int i, int v0, int width) const {
         const Call& call = head.call;
         const int64_t token = t - SPAN + i * C;
@@ -178,14 +178,14 @@ struct BackwardSpan {
         }
     }
 
-    // From what the state's gradient says of the writes (in dp) to the gradients of the reads, last token
-    // first: du_i = dp_i + Σ_j Q_ji do_j + Σ_j A_ji dp_j, then dp_i = -beta_i du_i; beta_i du_i is also v_i's
+    // From the part of the writes' gradients that comes through the state (in dp) to the gradients of the reads,
+    // last token first: du_i = dp_i + Σ_j Q_ji do_j + Σ_j A_ji dp_j, then dp_i = -beta_i du_i; beta_i du_i is also v_i's
     // gradient and takes the place of e_i.  Beyond the last token all of A, Q and beta are zero.
     template <int NV>
     INLINE void solve(int i, R* dp, const R* dout, R* errors) {
         const Tile<R, C>& tile = tiles[i];
         for (int c = C - 1; c >= 0; c--) {
-            Vec<R> du[NV], by_output[NV];  // two sums: half as long a chain of additions
+            Vec<R> du[NV], by_output[NV];  // two sums, to halve the chain of dependent additions
             for (int m = 0; m < NV; m++) {
                 du[m] = load(dp + (c * NV + m) * W<R>);
                 by_output[m] = load(dout + (c * NV + m) * W<R>) * tile.Q[c][c];
@@ -279,8 +279,7 @@ struct BackwardSpan {
         const Tile<R, C>& tile = tiles[i];
         const int Kp = head.Kp;
         Vec<R> g[C], sum = {};
-        for (int m = 0; m < width; m++)
-            sum[m] = total<R>(load(grad_decay + (int64_t(i) * head.K + b + m) * C));
+        for (int m = 0; m < width; m++) sum[m] = total<R>(load(grad_decay + (int64_t(i) * head.K + b + m) * C));
         sum *= load(tile.decay + b);
         for (int c = 0; c < n; c++) {
             g[c] = sum;
@@ -361,8 +360,8 @@ void backward_head(const Head<R>& head) {
     }
     if (call.grad_initial_state)
         each_block<R>(0, V, [&](auto nv, int v0, int columns) {
-            unpack_state<R, nv>(span.grad_state + int64_t(K) * v0, head.state(call.grad_initial_state, size) + v0, K,
-                                V, columns);
+            unpack_state<R, nv>(span.grad_state + int64_t(K) * v0, head.state(call.grad_initial_state, size) + v0, K, V,
+                                columns);
         });
     phase1.finish_back(span.grad_d);
 }

@@ -1,9 +1,9 @@
-// The short convolution: causal, depthwise, a few taps wide, with SiLU behind it if wanted.
+// The short convolution: causal, depthwise, a few taps wide, optionally followed by SiLU.
 //
 // All of the time is memory traffic, so the inputs are read once, as they lie: a tile of tokens and channels
 // is brought into the L1 cache in float32, one row per token, whether its channels or its tokens lie side by
-// side and whether it is stored in 16 bits.  Outputs are written with channels side by side, which is how the
-// projections before and the heads behind the convolution want them.  Work is divided into segments of a
+// side and whether or not it is stored in 16 bits.  Outputs are written with channels side by side, as the heads
+// after the convolution expect them.  Work is divided into segments of a
 // sequence and blocks of channels; the gradients of the taps are summed per segment, so that the result does
 // not depend on the number of threads.
 
@@ -12,28 +12,30 @@
 #include "heads.h"
 
 // As `struct Call`: native 8-byte fields, and the declaration as text for Python to compare.
-#define DECLARE_CONVOLUTION(...)  \
-    struct Convolution {          \
-        __VA_ARGS__               \
-    };                            \
+#define DECLARE_CONVOLUTION(...) \
+    struct Convolution {         \
+        __VA_ARGS__              \
+    };                           \
     extern "C" const char osdn_convolution_call[] = #__VA_ARGS__;
+// clang-format off
 DECLARE_CONVOLUTION(
     const void *x, *taps, *bias, *tail;  // taps [W, D], the newest input's first; tail [N, W - 1, D] or null
     const int64_t *cu_seqlens, *segments;  // [N + 1] or null: N sequences of T; [S, 2], sequence and first token
     void* out;  // [tokens, D]
     const void* grad_out;
     void *grad_x, *grad_taps, *grad_tail;  // [tokens, D], [S, W + 1, D] with the bias last, [N, W - 1, D] or null
-    void* state;  // of a single step: [N, D, state_length], moved on by one input
+    void* state;  // of a single step: [N, D, state_length], shifted by one input
     int64_t x_batch, x_token, x_channel, grad_batch, grad_token, grad_channel;  // strides in elements
     int64_t N, T, D, W, S, state_length, element, silu, threads;)
+// clang-format on
 extern "C" const int64_t osdn_convolution_size = sizeof(Convolution);
 
 namespace {
 
 constexpr int CHANNELS = 64, TOKENS = 64;  // a tile
-constexpr int64_t SEGMENT = 1024;          // tokens between two places where threads may part
+constexpr int64_t SEGMENT = 1024;          // tokens that one thread handles together
 
-// A tensor [N or 1, tokens, channels] of any strides.
+// A tensor [N or 1, tokens, channels] with any strides.
 template <class E>
 struct View {
     const E* data;
@@ -43,10 +45,9 @@ struct View {
     }
 };
 
-// Rows t to t + rows of a sequence, `count` channels from c on, into rows of CHANNELS elements.
+// Copies rows t to t + rows of a sequence, `count` channels starting at c, into rows of CHANNELS elements.
 template <class R, class E>
-void load_tile(const Convolution& call, const View<E>& x, int64_t n, int64_t t, int rows, int64_t c, int count,
-               R* to) {
+void load_tile(const Convolution& call, const View<E>& x, int64_t n, int64_t t, int rows, int64_t c, int count, R* to) {
     if (rows <= 0) return;
     const E* from = x.at(call, n, t, c);
     if (count < CHANNELS) std::memset(to, 0, rows * CHANNELS * sizeof(R));
@@ -69,7 +70,7 @@ void load_tile(const Convolution& call, const View<E>& x, int64_t n, int64_t t, 
     }
 }
 
-// A finished row of CHANNELS elements, of which `count` exist.
+// Stores a finished row of CHANNELS elements, of which `count` exist.
 template <class R, class E>
 INLINE void store_row(E* to, const R* from, int count) {
     for (int i = 0; i < count; i += W<R>) store_part<R, E, true>(to + i, count - i, load(from + i));
@@ -95,7 +96,7 @@ struct Segment {
         for (int lag = 0; lag < width; lag++) load_row(call.taps, lag, taps + lag * CHANNELS);
         load_row(call.bias, 0, bias);
     }
-    // This block's channels of a row of [rows, D]; zeros if there is none.
+    // This block's channels of a row of [rows, D]; zeros if the tensor is absent.
     void load_row(const void* from, int64_t row, R* to) const {
         std::memset(to, 0, CHANNELS * sizeof(R));
         if (from) std::memcpy(to, static_cast<const R*>(from) + row * call.D + c, count * sizeof(R));
@@ -129,8 +130,10 @@ void convolve_segment(const Convolution& call, int64_t index, int64_t block) {
     Segment<R, E> segment(call, index, block);
     const int past = segment.past;
     R *inputs, *row;
-    scratch.divide<R>({{&inputs, (TOKENS + past) * CHANNELS}, {&segment.taps, (past + 1) * CHANNELS},
-                       {&segment.bias, CHANNELS}, {&row, CHANNELS}});
+    scratch.divide<R>({{&inputs, (TOKENS + past) * CHANNELS},
+                       {&segment.taps, (past + 1) * CHANNELS},
+                       {&segment.bias, CHANNELS},
+                       {&row, CHANNELS}});
     segment.load_taps();
     for (int64_t t = segment.first; t < segment.last(); t += TOKENS) {
         const int tokens = int(std::min<int64_t>(TOKENS, segment.last() - t));
@@ -152,8 +155,11 @@ void convolve_segment_back(const Convolution& call, int64_t index, int64_t block
     Segment<R, E> segment(call, index, block);
     const int past = segment.past, width = WIDTH ? WIDTH : segment.width;
     R *inputs, *grads, *row, *sums;
-    scratch.divide<R>({{&inputs, (TOKENS + 2 * past) * CHANNELS}, {&grads, (TOKENS + past) * CHANNELS},
-                       {&segment.taps, width * CHANNELS}, {&segment.bias, CHANNELS}, {&row, CHANNELS},
+    scratch.divide<R>({{&inputs, (TOKENS + 2 * past) * CHANNELS},
+                       {&grads, (TOKENS + past) * CHANNELS},
+                       {&segment.taps, width * CHANNELS},
+                       {&segment.bias, CHANNELS},
+                       {&row, CHANNELS},
                        {&sums, (width + 1) * CHANNELS}});
     segment.load_taps();
     std::memset(sums, 0, (width + 1) * CHANNELS * sizeof(R));
@@ -170,7 +176,7 @@ void convolve_segment_back(const Convolution& call, int64_t index, int64_t block
     };
     for (int64_t t = segment.first; t < segment.last(); t += TOKENS) {
         const int tokens = int(std::min<int64_t>(TOKENS, segment.last() - t));
-        const int rows = int(std::min<int64_t>(tokens + past, segment.length - t));  // outputs that see them
+        const int rows = int(std::min<int64_t>(tokens + past, segment.length - t));  // outputs that depend on them
         segment.load_inputs(t, t + rows, inputs);
         load_tile(call, grad_out, segment.n, t, rows, segment.c, segment.count, grads);
         std::memset(grads + rows * CHANNELS, 0, (TOKENS + past - rows) * CHANNELS * sizeof(R));
@@ -209,7 +215,7 @@ void convolve_segment_back(const Convolution& call, int64_t index, int64_t block
     for (int lag = 0; lag <= width; lag++) store_row(to + lag * call.D, sums + lag * CHANNELS, segment.count);
 }
 
-// One input per sequence, as in decoding: `state` [N, D, L] holds the last L inputs and moves on by this one.
+// One input per sequence, as in decoding: `state` [N, D, L] holds the last L inputs, and this one is shifted in.
 template <class R, class E>
 void convolve_step(const Convolution& call, int64_t n, int64_t block) {
     const int64_t c = block * CHANNELS, L = call.state_length;
@@ -234,7 +240,7 @@ void convolve_step(const Convolution& call, int64_t n, int64_t block) {
     store_row(static_cast<E*>(call.out) + n * call.D + c, row, count);
 }
 
-// What the item-th piece of work does, for the dtype and the width of a call.
+// Runs one item of work, for the dtype and the width of a call.
 template <class R>
 void convolve_item(const Convolution& call, int64_t item, bool back) {
     const int64_t blocks = (call.D + CHANNELS - 1) / CHANNELS;
@@ -248,9 +254,8 @@ void convolve_item(const Convolution& call, int64_t item, bool back) {
 template <class R>
 void convolve_step_item(const Convolution& call, int64_t item) {
     const int64_t blocks = (call.D + CHANNELS - 1) / CHANNELS;
-    with_element<R>(call.element, [&](auto element) {
-        convolve_step<R, decltype(element)>(call, item / blocks, item % blocks);
-    });
+    with_element<R>(call.element,
+                    [&](auto element) { convolve_step<R, decltype(element)>(call, item / blocks, item % blocks); });
 }
 
 }  // namespace

@@ -1,33 +1,35 @@
-// The logarithm of a state's decay from what a layer's projection made, in one pass each way.  Per channel, with
+// The logarithm of a state's decay from the output of a layer's projection, in one pass each way.  Per channel, with
 // v = x + bias:
 //
 //     y = -rate softplus(v)            dx = -rate σ(v) dy            d rate = -Σ softplus(v) dy
 //     y = bound σ(rate v)              dx = rate bound σ (1 - σ) dy  d rate = Σ v bound σ (1 - σ) dy
 //
-// and d bias = Σ dx.  The sums over tokens are made per item of work, so that they do not depend on the number of
+// and d bias = Σ dx.  Sums over tokens are taken per item of work, so that they do not depend on the number of
 // threads.
 
 #pragma once
 
 #include "normalize.h"
 
-#define DECLARE_DECAY(...)        \
-    struct Decay {                \
-        __VA_ARGS__               \
-    };                            \
+#define DECLARE_DECAY(...) \
+    struct Decay {         \
+        __VA_ARGS__        \
+    };                     \
     extern "C" const char osdn_decay_call[] = #__VA_ARGS__;
+// clang-format off
 DECLARE_DECAY(
     const void *x, *rate, *bias, *grad_out;  // [rows, C] with a stride, [C], [C] or null, [rows, C]
     void *out, *grad_x, *sums;               // contiguous; sums [items, 2, C]: of the rate and of the bias
     int64_t x_row, rows, C, element, bounded, threads;
     double bound;)
+// clang-format on
 extern "C" const int64_t osdn_decay_size = sizeof(Decay);
 
 namespace {
 
 constexpr int64_t DECAYS_PER_ITEM = 64;  // rows
 
-// log(1 + e) for e in [0, 1], accurate for the smallest: 2 (z + z³/3 + z⁵/5 + ...) with z = e / (2 + e) <= 1/3.
+// log(1 + e) for e in [0, 1], accurate for tiny e: 2 (z + z³/3 + z⁵/5 + ...) with z = e / (2 + e) <= 1/3.
 template <class R>
 INLINE Vec<R> log_one_plus(Vec<R> e) {
     constexpr int terms = sizeof(R) == sizeof(float) ? 7 : 17;

@@ -1,7 +1,7 @@
 // One token of a mixer between its projections, as in decoding: short convolutions, SiLU, unit length, gates, the
-// recurrence of both phases, output norm and output gate.  Inputs and outputs may have 16 bits; arithmetic is in float32
-// at least, and what the layer's own calls would store in 16 bits between them is rounded here, too, so that a token
-// comes out as it does in a longer piece.  A key head and its value heads are computed by one thread.
+// recurrence of both phases, output norm and output gate.  Inputs and outputs may have 16 bits.  Arithmetic is at least
+// float32, but intermediate results that the layer's separate calls would store in 16 bits are rounded here as well, so
+// that a token gives the same result as in a longer sequence.  One thread computes a key head and its value heads.
 
 #pragma once
 
@@ -12,11 +12,12 @@
 #include "forward.h"
 #include "gated_norm.h"
 
-#define DECLARE_STEP(...)         \
-    struct Step {                 \
-        __VA_ARGS__               \
-    };                            \
+#define DECLARE_STEP(...) \
+    struct Step {         \
+        __VA_ARGS__       \
+    };                    \
     extern "C" const char osdn_step_call[] = #__VA_ARGS__;
+// clang-format off
 DECLARE_STEP(
     const void *q, *k, *v;                 // [N, H K], [N, H K], [N, HV V]: the projections
     const void *q_taps, *k_taps, *v_taps;  // [channels, W], the newest input's last
@@ -30,12 +31,13 @@ DECLARE_STEP(
     int64_t decay_kind, retention_kind, gate_kind;  // 0: none; 1: per head, 2: per channel; retention 3: the decay
     int64_t rule, beta_aware, element, decay_element, norm_element, threads;  // elements of A_log and dt_bias; of norm
     double eta, low, high, eps, constant_retention, write_scale, norm_eps, output_scale;)
+// clang-format on
 extern "C" const int64_t osdn_step_size = sizeof(Step);
 enum { TIED = 3 };  // the retention
 
 namespace {
 
-thread_local Scratch step_scratch;  // that of the recurrence is divided anew
+thread_local Scratch step_scratch;  // separate from the recurrence's, which divides its own anew
 
 template <class R, class E>
 struct StepHead {
@@ -51,11 +53,12 @@ struct StepHead {
     }
     static const E* at(const void* x, int64_t i) { return static_cast<const E*>(x) + i; }
 
-    // `count` channels from c on of a convolution: its outputs to `y`, padded with zeros, and its tail moved on.
+    // `count` channels of a convolution, starting at c: outputs to `y`, padded with zeros, and the shifted tail.
     void convolve(const void* x, const void* taps, const void* tail, void* next, int64_t channels, int64_t c, int count,
                   R* y) const {
         const int width = int(call.W), past = width - 1;
-        const E *input = at(x, n * channels + c), *before = at(tail, n * past * channels + c), *tap = at(taps, c * width);
+        const E *input = at(x, n * channels + c), *before = at(tail, n * past * channels + c),
+                *tap = at(taps, c * width);
         E* after = static_cast<E*>(next) + n * past * channels + c;
         const int padded = round_up(count, W<R>);
         for (int i = 0; i < count; i++) y[i] = widen(input[i]) * widen(tap[i * width + past]);

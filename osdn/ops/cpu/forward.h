@@ -6,7 +6,7 @@
 
 namespace {
 
-// One tile on one block of columns: errors, outputs, and the state `in` moved on to `out`.
+// One tile on one block of columns: errors, outputs, and the state advanced from `in` to `out`.
 template <class R, int C, int NV>
 INLINE void run_tile(const Tile<R, C>& tile, const Head<R>& head, int64_t t, int count, int v0, int columns,
                      const R* in, R* out, int64_t ld) {
@@ -33,14 +33,14 @@ INLINE void run_tile(const Tile<R, C>& tile, const Head<R>& head, int64_t t, int
             o[n] += u[c][n] * tile.Q[c][c];
             store(writes + (c * NV + n) * W<R>, u[c][n]);
         }
-        if constexpr (C == 1)  // decoding: read again at once
+        if constexpr (C == 1)  // decoding: it is read again immediately
             store_some<R, NV>(head.output(t + c, head.V) + v0, columns, o);
         else
             stream_some<R, NV>(head.output(t + c, head.V) + v0, columns, o);
         if (call.errors) stream_some<R, NV>(head.per_value(call.errors, t + c) + v0, columns, e);
     }
-    write_state<R, C, NV>(in, out, ld, head.K, call.decay_kind ? tile.decay : nullptr, tile.w(0, head.Kp),
-                          head.Kp, writes);
+    write_state<R, C, NV>(in, out, ld, head.K, call.decay_kind ? tile.decay : nullptr, tile.w(0, head.Kp), head.Kp,
+                          writes);
 }
 
 // Columns [first, last) of one head.  The columns of a head are independent of each other: several threads

@@ -1,6 +1,6 @@
-// The norm of a layer's outputs and the gate on them, in one pass each way.  For a row x of D elements:
+// The norm and the gate of a layer's outputs, in one pass each way.  For a row x of D elements:
 //
-//     n = x s,   s = (|x|² / D + eps)^-½         y = n w a(z)         a: SiLU, sigmoid, or one without a gate
+//     n = x s,   s = (|x|² / D + eps)^-½         y = n w a(z)         a: SiLU, sigmoid, or 1 without a gate
 //     dn = dy w a        dx = s (dn - n (n · dn) / D)        dz = dy n w a'        dw = Σ dy n a
 //
 // The gradients of the weight w are summed per item of work, so that they do not depend on the number of threads.
@@ -9,16 +9,18 @@
 
 #include "normalize.h"
 
-#define DECLARE_GATED_NORM(...)   \
-    struct GatedNorm {            \
-        __VA_ARGS__               \
-    };                            \
+#define DECLARE_GATED_NORM(...) \
+    struct GatedNorm {          \
+        __VA_ARGS__             \
+    };                          \
     extern "C" const char osdn_gated_norm_call[] = #__VA_ARGS__;
+// clang-format off
 DECLARE_GATED_NORM(
     const void *x, *gate, *weight, *grad_out;  // [rows, D] with these strides, gate may be null; weight [D]
     void *out, *grad_x, *grad_gate, *grad_weight;  // contiguous; grad_weight [items, D]
     int64_t x_row, gate_row, grad_row, rows, D, element, activation, threads;
     double eps;)
+// clang-format on
 extern "C" const int64_t osdn_gated_norm_size = sizeof(GatedNorm);
 
 namespace {
@@ -26,7 +28,7 @@ namespace {
 constexpr int64_t ROWS_PER_ITEM = 128;
 enum { UNGATED = 0, SILU = 1, SIGMOID = 2 };
 
-// The gate's value, and its derivative if wanted.
+// The gate's value, and its derivative if requested.
 template <class R, int ACTIVATION>
 INLINE Vec<R> gate_value(Vec<R> z) {
     const Vec<R> more = R(1) + exponential<R>(-z);

@@ -1,12 +1,12 @@
-// Numbers of 16 bits: tensors of bfloat16 and float16 are widened as rows are read and rounded as results are
-// written, with no copies around the kernels.  All arithmetic between is in float32.
+// 16-bit numbers: bfloat16 and float16 tensors are widened as rows are read and rounded as results are written,
+// with no copies around the kernels.  All arithmetic in between is in float32.
 
 #pragma once
 
 #include "simd.h"
 
 // How the elements of a tensor are stored.
-enum { WIDE = 0, BFLOAT16 = 1, FLOAT16 = 2 };  // wide: as the library computes
+enum { WIDE = 0, BFLOAT16 = 1, FLOAT16 = 2 };  // wide: the type the library computes in
 
 namespace {
 
@@ -32,7 +32,7 @@ INLINE Vec<float> of_bits(Unsigned bits) {
 }
 
 INLINE Vec<float> widen_bits(Bfloat16, HalfVec x) { return of_bits(__builtin_convertvector(x, Unsigned) << 16); }
-// Rounds to the nearest, to even in the middle; a NaN stays one.
+// Rounds to nearest, ties to even; NaN stays NaN.
 INLINE HalfVec narrow_bits(Bfloat16, Vec<float> x) {
     const Unsigned bits = bits_of(x), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return __builtin_convertvector(x == x ? rounded : Unsigned{} + 0x7fc0, HalfVec);
@@ -49,7 +49,7 @@ INLINE HalfVec narrow_bits(Float16, Vec<float> x) {
     return (HalfVec)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
 }
 #else
-// The exponent's bias differs by 112: a product moves it, and makes numbers of those without an exponent.
+// The exponents' biases differ by 112: a product corrects that, and normalises subnormals.
 INLINE Vec<float> widen_bits(Float16, HalfVec x) {
     const Unsigned bits = __builtin_convertvector(x, Unsigned), magnitude = (bits & 0x7fff) << 13;
     const Unsigned finite = bits_of(of_bits(magnitude) * 0x1p112f), other = magnitude | 0x7f800000;
@@ -70,7 +70,7 @@ INLINE HalfVec narrow_bits(Float16, Vec<float> x) {
 template <class E>
 constexpr bool HALF = std::is_same_v<E, Bfloat16> || std::is_same_v<E, Float16>;
 
-// One vector from memory.
+// Loads one vector.
 template <class E>
 INLINE auto load_wide(const E* p) {
     if constexpr (HALF<E>)
@@ -85,8 +85,8 @@ INLINE auto widen(E x) {
     else
         return x;
 }
-// One vector to memory; with STREAM past the caches, for results nobody reads again soon.  Half a vector is not a
-// whole line of the caches, and parts of lines are better gathered there.
+// Stores one vector; with STREAM past the caches, for results that are not read again soon.  Half a vector does not
+// fill a cache line, and partial lines are better collected in the cache.
 template <bool STREAM = false, class E, class V>
 INLINE void store_narrow(E* p, V x) {
     if constexpr (HALF<E>)
@@ -119,7 +119,7 @@ INLINE void store_part(E* p, int n, Vec<R> x) {
     store_narrow(buffer, x);
     std::memcpy(p, buffer, n * sizeof(E));
 }
-// f(E{}), E being how elements of this kind are stored.
+// Calls f(E{}), where E is the type in which elements of this kind are stored.
 template <class R, class F>
 INLINE void with_element(int64_t kind, F&& f) {
     if constexpr (std::is_same_v<R, float>) {
@@ -133,7 +133,7 @@ INLINE int64_t element_size(int64_t kind) {
     return kind == WIDE ? sizeof(R) : 2;
 }
 
-// A place in a tensor of any kind of elements, to read from (void is const) or to write to.
+// A position in a tensor of any element kind, for reading (const void) or for writing.
 template <class R, class Void>
 struct Place {
     Void* at;
@@ -148,7 +148,7 @@ using Source = Place<R, const void>;
 template <class R>
 using Target = Place<R, void>;
 
-// As load_some, store_some and stream_some of simd.h.
+// Like load_some, store_some and stream_some in simd.h.
 template <class R, int NV>
 INLINE void load_some(Source<R> from, int n, Vec<R> (&x)[NV]) {
     with_element<R>(from.kind, [&](auto element) {

@@ -13,19 +13,20 @@
 #endif
 
 // What Python packs for a call: native 8-byte fields in this order.  A null pointer is an absent tensor.  The
-// declaration is kept as text, too: Python compares it with its own list of the fields.
-#define DECLARE_CALL(...)         \
-    struct Call {                 \
-        __VA_ARGS__               \
-    };                            \
+// declaration is also kept as text, which Python compares with its own list of fields.
+#define DECLARE_CALL(...) \
+    struct Call {         \
+        __VA_ARGS__       \
+    };                    \
     extern "C" const char osdn_call[] = #__VA_ARGS__;
+// clang-format off
 DECLARE_CALL(
     // inputs
     const void *q, *k, *v, *beta, *write_keys, *log_decay, *retention, *initial_scale, *initial_state, *gain, *center;
     const int64_t* cu_seqlens;  // [N + 1] on the host, or null: N sequences of T tokens each
     // outputs of the forward
     void *out, *final_state, *final_scale;
-    // what the forward keeps for the backward (absent when no gradient is wanted)
+    // what the forward saves for the backward (absent if no gradient is needed)
     void *errors, *state_checkpoints, *scale_checkpoints;
     // gradients that come in
     const void *grad_out, *grad_final_state, *grad_final_scale;
@@ -38,6 +39,7 @@ DECLARE_CALL(
     // how q, k, v, the outputs and their gradients are stored; write keys; and the gradients of q and k
     int64_t element, write_element, grad_element;
     double eta, low, high, eps, prior, log_squash, constant_retention, scale;)
+// clang-format on
 extern "C" const int64_t osdn_size = sizeof(Call);
 // The rule of phase 1; "scale" stands for the state that any of them carries.
 enum { NONE = 0, SCALING = 1, NEWTON = 2, SQUASH = 3 };
@@ -46,9 +48,9 @@ namespace {
 
 constexpr int SPAN = 64;  // tokens between two checkpoints; also how long a column block stays in L1
 
-// Thread-local memory, handed out in aligned pieces and kept from call to call.
+// Thread-local memory, divided into aligned pieces and reused from call to call.
 class Scratch {
-    static constexpr size_t GAP = 64, KEPT = 8 << 20;  // beyond KEPT it goes back when the call ends
+    static constexpr size_t GAP = 64, KEPT = 8 << 20;  // more than KEPT is freed when the call ends
     char* base = nullptr;
     size_t size = 0;
 
@@ -80,7 +82,7 @@ public:
         R** place;
         int64_t count;
     };
-    // Points every place to as many numbers of its own; what was handed out before is void.
+    // Gives each pointer as many elements as it asks for; earlier pieces become invalid.
     template <class R>
     void divide(std::initializer_list<Piece<R>> pieces) {
         size_t bytes = 0;
@@ -90,7 +92,7 @@ public:
         for (const auto& piece : pieces) {
             *piece.place = reinterpret_cast<R*>(next);
             next += room(piece.count * sizeof(R));
-#ifdef __SANITIZE_ADDRESS__  // a gap nobody may touch: running over the end of a piece is caught
+#ifdef __SANITIZE_ADDRESS__  // a poisoned gap, so that running past the end of a piece is caught
             ASAN_UNPOISON_MEMORY_REGION(*piece.place, piece.count * sizeof(R));
             ASAN_POISON_MEMORY_REGION(next - GAP, GAP);
 #endif
@@ -107,8 +109,8 @@ struct Head {
     int K, Kp, V;  // Kp: K rounded up to whole vectors
 
     Head(const Call& c, int64_t sequence, int64_t value_head)
-        : call(c), n(sequence), hv(value_head), h(value_head / (c.HV / c.H)), K(int(c.K)),
-          Kp(round_up(c.K, W<R>)), V(int(c.V)) {
+        : call(c), n(sequence), hv(value_head), h(value_head / (c.HV / c.H)), K(int(c.K)), Kp(round_up(c.K, W<R>)),
+          V(int(c.V)) {
         begin = c.cu_seqlens ? c.cu_seqlens[n] : n * c.T;
         length = (c.cu_seqlens ? c.cu_seqlens[n + 1] : begin + c.T) - begin;
     }
@@ -119,7 +121,7 @@ struct Head {
     R* row(void* x, int64_t t, int64_t heads, int64_t head, int64_t width) const {
         return static_cast<R*>(x) + ((begin + t) * heads + head) * width;
     }
-    // The same of any kind of elements: where token t is read, or written.
+    // The same for any element kind: where token t is read or written.
     template <class Void>
     Place<R, Void> place(Void* x, int64_t kind, int64_t t, int64_t heads, int64_t head, int64_t width) const {
         return Place<R, Void>{x, kind} + ((begin + t) * heads + head) * width;
@@ -138,15 +140,19 @@ struct Head {
         return place(x, kind, t, call.HV, hv, width);
     }
     template <class P>
-    auto per_head(P x, int64_t t) const { return row(x, t, call.HV, hv, 1); }
-    template <class P>
-    auto per_key(P x, int64_t t) const { return row(x, t, call.HV, hv, K); }
-    template <class P>
-    auto per_value(P x, int64_t t) const { return row(x, t, call.HV, hv, V); }
-    // This head's part of a tensor [N, HV, size].
-    const R* state(const void* x, int64_t size) const {
-        return static_cast<const R*>(x) + (n * call.HV + hv) * size;
+    auto per_head(P x, int64_t t) const {
+        return row(x, t, call.HV, hv, 1);
     }
+    template <class P>
+    auto per_key(P x, int64_t t) const {
+        return row(x, t, call.HV, hv, K);
+    }
+    template <class P>
+    auto per_value(P x, int64_t t) const {
+        return row(x, t, call.HV, hv, V);
+    }
+    // This head's part of a tensor [N, HV, size].
+    const R* state(const void* x, int64_t size) const { return static_cast<const R*>(x) + (n * call.HV + hv) * size; }
     R* state(void* x, int64_t size) const { return static_cast<R*>(x) + (n * call.HV + hv) * size; }
     // Checkpoint of the span that starts at token t > 0.  begin / SPAN never collides: a sequence of L
     // tokens needs ceil(L / SPAN) - 1 checkpoints, and at least as many multiples of SPAN lie inside it.
@@ -155,7 +161,7 @@ struct Head {
     }
 };
 
-// A finished row of K elements to its place in the results.
+// Stores a finished row of K elements in the results.
 template <class R>
 INLINE void stream_row(Target<R> to, const R* from, int K) {
     with_element<R>(to.kind, [&](auto element) {
@@ -164,7 +170,7 @@ INLINE void stream_row(Target<R> to, const R* from, int K) {
     });
 }
 
-// A row of K elements into Kp, zero-padded, times a factor.
+// Copies a row of K elements, times a factor, and pads it with zeros to Kp.
 template <class R>
 INLINE void copy_row(R* to, const R* from, int K, int Kp, R factor = 1) {
     int i = 0;

@@ -65,7 +65,7 @@ class Covariance {
         if constexpr (L == DIAGONAL) return one;
         return places(i) == j ? one : Vec<R>{};
     }
-    // What token t keeps, one per block if there are so many.
+    // The retention of token t, one value per block if there are as many.
     INLINE Vec<R> kept(int64_t t, int i, R constant) const {
         if (call.retention_kind < 2) return splat(constant);
         if (b == 1) return retention.at(t, i, constant);
@@ -80,10 +80,14 @@ class Covariance {
         const bool forgets = call.retention_kind || call.constant_retention != 1;
         const auto with = [&](auto L) { return forgets ? f(L, std::true_type{}) : f(L, std::false_type{}); };
         switch (layout) {
-            case DIAGONAL: return with(std::integral_constant<Layout, DIAGONAL>{});
-            case WITHIN: return with(std::integral_constant<Layout, WITHIN>{});
-            case ACROSS: return with(std::integral_constant<Layout, ACROSS>{});
-            default: return with(std::integral_constant<Layout, ANY>{});
+            case DIAGONAL:
+                return with(std::integral_constant<Layout, DIAGONAL>{});
+            case WITHIN:
+                return with(std::integral_constant<Layout, WITHIN>{});
+            case ACROSS:
+                return with(std::integral_constant<Layout, ACROSS>{});
+            default:
+                return with(std::integral_constant<Layout, ANY>{});
         }
     }
     // f(where a row of a block lies in P, where in a tensor)
@@ -96,13 +100,14 @@ class Covariance {
     template <Layout L>
     INLINE Vec<R> product(const R* P, const R* x, Vec<R> own, int i, int start, Int lanes) const {
         if constexpr (L == DIAGONAL) return load(P + i) * own;
-        constexpr int M = L == ACROSS ? 4 : 2;  // sums at once: the additions of one wait for each other
+        constexpr int M = L == ACROSS ? 4 : 2;  // independent sums, because additions to one sum wait for each other
         Vec<R> sum[M] = {};
         int j = 0;
-        for (; j + M <= b; j += M)
+        for (; j + M <= b; j += M) {
             UNROLL
             for (int m = 0; m < M; m++)
                 sum[m] += load(P + (j + m) * int64_t(Kp) + i) * spread<L>(x, own, j + m, i, start, lanes);
+        }
         for (; j < b; j++) sum[0] += load(P + j * int64_t(Kp) + i) * spread<L>(x, own, j, i, start, lanes);
         for (int m = 1; m < M; m++) sum[0] += sum[m];
         return sum[0];
@@ -130,7 +135,7 @@ class Covariance {
             const Vec<R> r_i = FORGETS ? kept(t, i, r) : Vec<R>{}, rest = (1 - r_i) * prior;
             for (int j = 0; j < rows; j++) {
                 const int64_t at = j * int64_t(Kp) + i;
-                // y y' first: rounded like this, P stays exactly symmetric
+                // y y' first: with this order of rounding, P stays exactly symmetric
                 Vec<R> p = load(P + at) - step * (y_i * spread<L>(y, y_i, j, i, start, first));
                 if (FORGETS) p = r_i * p + rest * diagonal<L>(j, i);
                 store(next + at, p);
@@ -207,7 +212,7 @@ public:
             std::memcpy(place + i, &x, sizeof x);
         }
     }
-    // Between the b rows of K channels and a tensor's blocks [K / b, b, b].
+    // Copies between the b rows of K channels and a tensor's blocks [K / b, b, b].
     void load_blocks(R* P, const R* from) const {
         std::memset(P, 0, b * int64_t(Kp) * sizeof(R));
         each_row([&](int64_t here, int64_t there) { std::memcpy(P + here, from + there, b * sizeof(R)); });
@@ -222,7 +227,7 @@ public:
     INLINE Feedback<R> step(const R* P, R* next, const R* k, R* w, int64_t t) const {
         return dispatch([&](auto L, auto forgets) { return forward<L, forgets>(P, next, k, w, t); });
     }
-    // The symmetric gradient G of the covariance after the token leaves as that of the one before it.
+    // On entry G is the symmetric gradient of the covariance after the token, on exit of the one before it.
     INLINE void step_back(const Feedback<R>& f, const R* P, const R* k, const R* w, const R* grad_w, R* G, R* grad_k,
                           int64_t t) const {
         dispatch([&](auto L, auto forgets) { backward<L, forgets>(f, P, k, w, grad_w, G, grad_k, t); });

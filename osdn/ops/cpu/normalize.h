@@ -2,7 +2,7 @@
 //
 //     y = x s,   s = (|x|² + eps)^-½          dx = s (dy - y (y · dy))
 //
-// x lies anywhere, as long as the K elements of a row lie side by side.
+// x may have any strides, as long as the K elements of a row are contiguous.
 
 #pragma once
 
@@ -10,16 +10,18 @@
 
 #include "convolution.h"
 
-#define DECLARE_ROWS(...)         \
-    struct Rows {                 \
-        __VA_ARGS__               \
-    };                            \
+#define DECLARE_ROWS(...) \
+    struct Rows {         \
+        __VA_ARGS__       \
+    };                    \
     extern "C" const char osdn_rows_call[] = #__VA_ARGS__;
+// clang-format off
 DECLARE_ROWS(
     const void *x, *grad_out;  // [B, T, H, K] with these strides; contiguous
     void *out, *grad_x;        // contiguous
     int64_t x_batch, x_token, x_head, B, T, H, K, element, unit, threads;  // unit: whether to normalise
     double eps;)
+// clang-format on
 extern "C" const int64_t osdn_rows_size = sizeof(Rows);
 
 namespace {
@@ -59,8 +61,7 @@ void normalize_token(const Rows& call, int64_t token, bool back) {
         const Row<R, R> grad{static_cast<const R*>(call.grad_out) + place, K};
         E* grad_x = static_cast<E*>(call.grad_x) + place;
         const R along = call.unit ? dot<R, E>(x, grad) * s * s : R(0);
-        for (int i = 0; i < K; i += W<R>)
-            store_part<R, E, true>(grad_x + i, K - i, s * (grad.at(i) - x.at(i) * along));
+        for (int i = 0; i < K; i += W<R>) store_part<R, E, true>(grad_x + i, K - i, s * (grad.at(i) - x.at(i) * along));
     }
 }
 

@@ -1,4 +1,4 @@
-// Phase 1 by any rule: what a sequence and head carries from token to token, and phase 1 on its own.
+// Phase 1 by any rule: the state that a head carries from token to token, and phase 1 on its own.
 
 #pragma once
 
@@ -18,14 +18,16 @@ class Phase1 {
 
 public:
     const int rows;  // of Kp elements that the state has
-    const int kept;  // rows that the reverse of a token needs: the state before it, and maybe more
+    const int kept;  // rows that reversing a token needs: the state before it, and possibly more
 
     explicit Phase1(const Head<R>& h)
         : head(h), call(h.call), scaling(h), newton(h), squash(h), K(h.K), Kp(h.Kp),
-          rows(h.call.rule == NONE ? 0 : h.call.rule == NEWTON ? int(h.call.block) : 1),
+          rows(h.call.rule == NONE     ? 0
+               : h.call.rule == NEWTON ? int(h.call.block)
+                                       : 1),
           kept(h.call.rule == SQUASH ? 3 : rows) {}
 
-    // Memory of its own, of the scratch that its owner divides.
+    // The pieces of the owner's scratch memory that it needs.
     int64_t scratch_size() const { return call.rule == NEWTON ? Covariance<R>::ROWS_OF_SCRATCH * Kp : 0; }
     void take(R* memory) {
         if (call.rule == NEWTON) newton.take(memory);
@@ -57,12 +59,14 @@ public:
     // The state at the start of the span of token t.
     void save(const R* d, int64_t t) const {
         for (int j = 0; j < rows; j++)
-            copy_row(head.checkpoint(call.scale_checkpoints, t, tensor_size()) + j * int64_t(K), d + j * int64_t(Kp), K, K);
+            copy_row(head.checkpoint(call.scale_checkpoints, t, tensor_size()) + j * int64_t(K), d + j * int64_t(Kp), K,
+                     K);
     }
     void restore(R* d, int64_t t) const {
         if (!t) return start(d);
         for (int j = 0; j < rows; j++)
-            copy_row(d + j * int64_t(Kp), head.checkpoint(call.scale_checkpoints, t, tensor_size()) + j * int64_t(K), K, Kp);
+            copy_row(d + j * int64_t(Kp), head.checkpoint(call.scale_checkpoints, t, tensor_size()) + j * int64_t(K), K,
+                     Kp);
     }
     void start_back(R* grad_d) const {
         std::memset(grad_d, 0, size() * sizeof(R));
@@ -72,15 +76,15 @@ public:
         if (call.grad_initial_scale) store_state(grad_d, call.grad_initial_scale);
         if (call.rule == SQUASH) squash.finish_back();
     }
-    // One token: its write key, and the state one step on, from d to `next`.  `record`, if there is a reverse to
-    // come, begins with d and has room for what else is kept.
+    // One token: its write key, and the state advanced from d to `next`.  `record`, needed if a reverse follows,
+    // begins with d and has room for whatever else is saved.
     INLINE Feedback<R> step(const R* d, R* next, R* record, const R* k, R* w, int64_t t) const {
         if (call.rule == SCALING) return scaling.step(d, next, k, w, t);
         if (call.rule == NEWTON) return newton.step(d, next, k, w, t);
         squash.step(d, next, record ? record + Kp : nullptr, k, w, t);
         return {};
     }
-    // The reverse of `step`: grad_d holds the gradient of the state after the token and leaves with that of the
+    // The reverse of `step`: on entry grad_d is the gradient of the state after the token, on exit of the
     // state before it; the key's gradient is added to grad_k.
     INLINE void step_back(const Feedback<R>& f, const R* record, const R* k, const R* w, const R* grad_w, R* grad_d,
                           R* grad_k, int64_t t) const {

@@ -1,7 +1,7 @@
-// Several kernels as one call, as in decoding: a list of instructions, which all threads go through together.
+// Many kernels in one call, as in decoding: a list of instructions that all threads work through together.
 //
-// A token of a model is hundreds of kernels of a few microseconds.  Called one by one, each costs more to prepare than
-// to run, and wakes the threads anew.  Here they are prepared once and run as often as there are tokens; only the
+// One token of a model takes hundreds of kernels of a few microseconds each.  Called one by one, each costs more to
+// prepare than to run, and has to wake the threads.  Here they are prepared once and run for every token; only the
 // addresses of the states change.
 
 #pragma once
@@ -9,28 +9,32 @@
 #include "decode_step.h"
 #include "row_product.h"
 
-#define DECLARE_INSTRUCTION(...)  \
-    struct Instruction {          \
-        __VA_ARGS__               \
-    };                            \
+#define DECLARE_INSTRUCTION(...) \
+    struct Instruction {         \
+        __VA_ARGS__              \
+    };                           \
     extern "C" const char osdn_program_call[] = #__VA_ARGS__;
+// clang-format off
 DECLARE_INSTRUCTION(
-    int64_t kind;       // as below; END is after the last
+    int64_t kind;       // as below; END marks the end of the list
     const void* call;)  // a Product with those that follow it, a Step or an Elementwise
+// clang-format on
 extern "C" const int64_t osdn_program_size = sizeof(Instruction);
 enum { END = 0, PRODUCTS = 1, STEP = 2, NORM = 3, GLU = 4 };
 
-#define DECLARE_ELEMENTWISE(...)  \
-    struct Elementwise {          \
-        __VA_ARGS__               \
-    };                            \
+#define DECLARE_ELEMENTWISE(...) \
+    struct Elementwise {         \
+        __VA_ARGS__              \
+    };                           \
     extern "C" const char osdn_elementwise_call[] = #__VA_ARGS__;
 // NORM: out = x / rms(x) * weight.  GLU: out = silu(x) * other.
+// clang-format off
 DECLARE_ELEMENTWISE(
     const void *x, *other, *weight;  // [M, D], [M, D], [D]
     void* out;                       // [M, D]
     int64_t M, D, element, weight_element;
     double eps;)
+// clang-format on
 extern "C" const int64_t osdn_elementwise_size = sizeof(Elementwise);
 
 namespace {
@@ -62,7 +66,7 @@ void glu_row(const Elementwise& call, int64_t row) {
 inline int64_t counters_of(const Instruction& x) {
     return x.kind == PRODUCTS ? static_cast<const Product*>(x.call)->more + 1 : 1;
 }
-// A thread's share of an instruction; `next` counts what was taken of each of its parts.
+// A thread's share of an instruction; `next` counts how much of each part has been taken.
 template <class R>
 void run_instruction(const Instruction& x, int64_t threads, std::atomic<int64_t>* next) {
     if (x.kind == PRODUCTS)

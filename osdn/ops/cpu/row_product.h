@@ -1,36 +1,38 @@
-// A few rows times a matrix, as in decoding: y = x W' + bias with x [M, K] and W [N, K], M small.  Several matrices may
-// be multiplied by one call: threads then meet once, at its end.
+// A few rows times a matrix, as in decoding: y = x W' + bias with x [M, K] and W [N, K], M small.  One call may
+// multiply several matrices; threads then synchronise once, at its end.
 //
-// All of the time is reading W, once, and one row after the other is what memory is fastest at: a thread reads a piece
-// of W from its beginning to its end, with all rows of x at hand in its L1 or L2 cache.  Numbers of 16 bits are widened
-// on the way.  Of bfloat16, two lie in 32 bits and are a shift and a mask away from two vectors, one of the elements at
-// even places and one of those at odd ones; x is laid out in the same way beforehand.
+// All of the time is spent reading W, and memory is fastest when read in order: a thread reads a piece of W from
+// beginning to end, with all rows of x in its L1 or L2 cache.  16-bit numbers are widened on the way.  A shift and a
+// mask turn a vector of bfloat16 pairs into two vectors, one of the elements at even positions and one of those at odd
+// ones; x is arranged in the same way beforehand.
 //
-// Weights of 8 bits have a scale per row.  Of 4 bits, 32 neighbours share a scale and a zero and lie in 16 bytes: the
-// first 16 in the low halves, the others in the high ones.  Their sum with x is scale Σ code x + zero Σ x.
+// 8-bit weights have one scale per row.  Of 4-bit weights, 32 neighbours share a scale and a zero and occupy 16 bytes:
+// the first 16 in the low halves, the others in the high ones.  Their product with x is scale Σ code x + zero Σ x.
 
 #pragma once
 
 #include "heads.h"
 
-#define DECLARE_PRODUCT(...)      \
-    struct Product {              \
-        __VA_ARGS__               \
-    };                            \
+#define DECLARE_PRODUCT(...) \
+    struct Product {         \
+        __VA_ARGS__          \
+    };                       \
     extern "C" const char osdn_product_call[] = #__VA_ARGS__;
+// clang-format off
 DECLARE_PRODUCT(
     const void *x, *weight, *bias;  // [M, K], [N, K], [N] or null
-    const void *scales, *zeros;     // of weights of 8 bits [N] in float32; of 4 bits [N, K / 32] each in bfloat16
+    const void *scales, *zeros;     // 8-bit weights: [N] in float32; 4-bit: [N, K / 32] each in bfloat16
     const void* add;                // [M, N] or null: added to the rounded product; may be `out`
     void* out;                      // [M, N]
     int64_t M, N, K, element, bits, threads;  // bits of quantized weights; 0: they are stored as x is
     int64_t more;)  // how many further products follow this one in memory; they share the element and the threads
+// clang-format on
 extern "C" const int64_t osdn_product_size = sizeof(Product);
 
 namespace {
 
-constexpr int64_t PIECES = 4;  // of W per thread: one that is held up leaves some to the others
-constexpr int GROUP = 32;      // weights of 4 bits that share a scale and a zero
+constexpr int64_t PIECES = 4;  // of W per thread, so that others can take over from one that is held up
+constexpr int GROUP = 32;      // 4-bit weights that share a scale and a zero
 
 // Two vectors of W from memory: E at p, the first 2 W elements in the order of `arrange`.
 template <class R, class E>
@@ -61,7 +63,7 @@ void arrange(const E* x, int64_t K, int64_t Kp, R* to) {
 // The products of a row of W with M rows of x.
 template <class R, class E, int M>
 INLINE void multiply(const E* w, int64_t K, const R* x, int64_t Kp, R (&out)[M]) {
-    // U pairs of sums at once: the additions of one wait for each other.
+    // U independent pairs of sums, because additions to one sum wait for each other.
     constexpr int PAIR = 2 * W<R>, U = M == 1 ? 4 : 2;
     Vec<R> sum[M][2 * U] = {};
     const auto step = [&](const E* p, int64_t i, int u) {
@@ -74,9 +76,9 @@ INLINE void multiply(const E* w, int64_t K, const R* x, int64_t Kp, R (&out)[M])
         }
     };
     int64_t i = 0;
-    for (; i + U * PAIR <= K; i += U * PAIR)  // asking for the next lines by hand would only slow it down
+    for (; i + U * PAIR <= K; i += U * PAIR)  // explicit prefetching only slows this down
         UNROLL
-        for (int u = 0; u < U; u++) step(w + i + u * PAIR, i + u * PAIR, u);
+    for (int u = 0; u < U; u++) step(w + i + u * PAIR, i + u * PAIR, u);
     for (; i < K; i += PAIR) {
         E rest[PAIR] = {};
         std::memcpy(rest, w + i, std::min<int64_t>(K - i, PAIR) * sizeof(E));
@@ -90,7 +92,7 @@ INLINE void multiply(const E* w, int64_t K, const R* x, int64_t Kp, R (&out)[M])
     }
 }
 
-// As many bytes from memory as a vector of float32 has elements, as integers.
+// Loads as many bytes as a float32 vector has elements, as integers.
 typedef Bits<float>::type Integers;
 template <class B>
 INLINE Integers load_bytes(const B* p) {
@@ -106,18 +108,19 @@ INLINE Integers load_bytes(const B* p) {
     return x;
 #endif
 }
-// The same with a row of W of 8 bits, without its scale; K is a multiple of GROUP.
+// The same for a row of 8-bit weights, without its scale; K is a multiple of GROUP.
 template <class R, int M>
 INLINE void multiply_int8(const int8_t* w, int64_t K, const R* x, int64_t Kp, R (&out)[M]) {
     constexpr int U = GROUP / W<R>;
     Vec<R> sum[M][U] = {};
-    for (int64_t i = 0; i < K; i += GROUP)
+    for (int64_t i = 0; i < K; i += GROUP) {
         UNROLL
         for (int u = 0; u < U; u++) {
             const Vec<R> a = __builtin_convertvector(load_bytes(w + i + u * W<R>), Vec<R>);
             UNROLL
             for (int m = 0; m < M; m++) sum[m][u] += a * load(x + m * Kp + i + u * W<R>);
         }
+    }
     UNROLL
     for (int m = 0; m < M; m++) {
         UNROLL
@@ -125,12 +128,12 @@ INLINE void multiply_int8(const int8_t* w, int64_t K, const R* x, int64_t Kp, R 
         out[m] = total<R>(sum[m][0]);
     }
 }
-// With a row of W of 4 bits; after the elements of a row of x come their sums over groups, zero beyond the last.
+// For a row of 4-bit weights; the elements of a row of x are followed by their sums over groups, zero past the last.
 template <class R, int M>
 INLINE void multiply_int4(const uint8_t* w, const Bfloat16* scales, const Bfloat16* zeros, int64_t K, const R* x,
                           int64_t Kp, R (&out)[M]) {
     const int64_t groups = K / GROUP;
-    Vec<R> sum[2][M] = {};  // of every other group: the additions of one wait for each other
+    Vec<R> sum[2][M] = {};  // one for every other group, because additions to one sum wait for each other
     for (int64_t g0 = 0; g0 < groups; g0 += W<R>) {
         const int count = int(std::min<int64_t>(groups - g0, W<R>));
         alignas(BYTES) R scale[W<R>];
@@ -165,7 +168,7 @@ INLINE void multiply_int4(const uint8_t* w, const Bfloat16* scales, const Bfloat
     for (int m = 0; m < M; m++) out[m] = total<R>(sum[0][m] + sum[1][m]);
 }
 
-// A row of W with M rows of x.
+// The product of one row of W with M rows of x.
 template <class R, class E, int M>
 INLINE void multiply_any(const Product& call, int64_t n, const R* x, int64_t Kp, R (&out)[M]) {
     const int64_t K = call.K, groups = K / GROUP;
@@ -183,7 +186,7 @@ INLINE void multiply_any(const Product& call, int64_t n, const R* x, int64_t Kp,
     }
     multiply<R, E, M>(static_cast<const E*>(call.weight) + n * K, K, x, Kp, out);
 }
-// Rows [first, last) of W, at most as many as a vector has elements, with the M rows of x and out from m on.
+// Products of rows [first, last) of W, at most a vector's worth, with M rows of x and out starting at m.
 template <class R, class E, int M>
 void multiply_rows(const Product& call, const R* x, int64_t Kp, int64_t first, int64_t last, int64_t m) {
     const int count = int(last - first);
@@ -202,7 +205,7 @@ void multiply_rows(const Product& call, const R* x, int64_t Kp, int64_t first, i
         store_part<R, E>(static_cast<E*>(call.out) + at, count, y);
     }
 }
-// Rows [first, last) of W with all rows of x: some rows of W stay in the L1 cache for all of them.
+// Products of rows [first, last) of W with all rows of x; a few rows of W at a time stay in the L1 cache.
 template <class R, class E>
 void multiply_piece(const Product& call, const R* x, int64_t Kp, int64_t first, int64_t last) {
     for (int64_t n = first; n < last; n += W<R>) {
@@ -238,8 +241,7 @@ void product_thread(const Product* calls, int64_t pieces, F&& next) {
     with_element<R>(calls->element, [&](auto element) {
         using E = decltype(element);
         int64_t largest = 0;
-        for (int64_t i = 0; i <= calls->more; i++)
-            largest = std::max(largest, calls[i].M * arranged_size<R>(calls[i]));
+        for (int64_t i = 0; i <= calls->more; i++) largest = std::max(largest, calls[i].M * arranged_size<R>(calls[i]));
         R* x;
         scratch.divide<R>({{&x, largest}});
         const Product* arranged = nullptr;

@@ -6,14 +6,14 @@
 
 namespace {
 
-// What one token did, by which its step is reversed.  Scaling: d <- clip(r d + step k²); Newton: n and k · Pk.
+// What is saved of a token to reverse its step.  Scaling: d <- clip(r d + step k²); Newton: n and k · Pk.
 template <class R>
 struct Feedback {
     R b, n, dot, step;
     bool norm_counts;  // false where eps stands in for the squared norm
 };
 
-// What a channel's state keeps of itself at token t.
+// The retention of a channel's state at token t.
 template <class R>
 struct Retention {
     const Head<R>& head;
@@ -69,7 +69,7 @@ class OnlineScale {
 public:
     explicit OnlineScale(const Head<R>& h) : head(h), call(h.call), K(h.K), Kp(h.Kp) {}
 
-    // One token: the write key out of the scale d, and the scale one step on, to `next`.
+    // One token: the write key from the scale d, and the scale advanced to `next`.
     INLINE Feedback<R> step(const R* d, R* next, const R* k, R* w, int64_t t) const {
         const Feedback<R> f = feedback(d, k, *head.per_head(call.beta, t));
         const R r = retention.at(t);
@@ -80,8 +80,8 @@ public:
         }
         return f;
     }
-    // The reverse of `step`, whose feedback was f: grad_d holds the gradient of the scale after the token and
-    // leaves with that of the scale before it; the key's gradient is added to grad_k.
+    // The reverse of `step`, whose feedback was f: on entry grad_d is the gradient of the scale after the token,
+    // on exit of the scale before it; the key's gradient is added to grad_k.
     INLINE void step_back(const Feedback<R>& f, const R* d, const R* k, const R* grad_w, R* grad_d, R* grad_k,
                           int64_t t) const {
         const R r = retention.at(t), eta = R(call.eta), m = 1 - f.b * f.dot;
@@ -99,8 +99,7 @@ public:
                 stream_some<R, 1>(head.per_key(call.grad_retention, t) + i, std::min(K - i, W<R>), out);
             }
         }
-        if (call.grad_retention && call.retention_kind == 1)
-            *head.per_head(call.grad_retention, t) = total<R>(to_r);
+        if (call.grad_retention && call.retention_kind == 1) *head.per_head(call.grad_retention, t) = total<R>(to_r);
         const R g_step = total<R>(to_step);
         const R g_dot = -g_step * eta * f.b * f.b / f.n;
         const R g_norm = f.norm_counts ? -g_step * f.step / f.n : R(0);

@@ -1,4 +1,4 @@
-// Vectors of whatever width the CPU has, and the four inner loops that all of the time is spent in.
+// Vectors of whatever width the CPU has, and the four inner loops where all of the time is spent.
 
 #pragma once
 
@@ -99,7 +99,7 @@ INLINE void store_some(R* p, int n, const Vec<R> (&x)[NV]) {
         std::memcpy(p, buffer, n * sizeof(R));
     }
 }
-// A store that goes past the caches, for results nobody reads again soon: fetching a line only to overwrite it
+// A store that bypasses the caches, for results that are not read again soon: fetching a line only to overwrite it
 // would double the traffic.  `drain` makes such stores visible to other threads.
 template <class R>
 INLINE void stream(R* p, Vec<R> x) {
@@ -108,7 +108,7 @@ INLINE void stream(R* p, Vec<R> x) {
         return;
     }
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-    store(p, x);  // the sanitizers do not see the others
+    store(p, x);  // the sanitizers do not see streaming stores
 #elif defined(__AVX512F__)
     _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)x);
 #elif defined(__AVX__)
@@ -122,14 +122,15 @@ INLINE void drain() {
     _mm_sfence();
 #endif
 }
-// The first n of NV vectors' elements, as store_some.
+// Like store_some, but streaming.
 template <class R, int NV>
 INLINE void stream_some(R* p, int n, const Vec<R> (&x)[NV]) {
-    if (n == NV * W<R>)
+    if (n == NV * W<R>) {
         UNROLL
         for (int i = 0; i < NV; i++) stream(p + i * W<R>, x[i]);
-    else
+    } else {
         store_some<R, NV>(p, n, x);
+    }
 }
 // Half vectors: the elements at even and odd places of two vectors, or the two halves of one.
 template <class R, int... I>
@@ -153,14 +154,15 @@ INLINE R total(V x) {
     else
         return total<R, N / 2>(add_halves(x, std::make_integer_sequence<int, N / 2>{}));
 }
-// The sums of four vectors at the price of little more than one.
+// The sums of four vectors, for little more than the cost of one.
 template <class R, int N, class V>
 INLINE void store_pairs(V x, R (&out)[4]) {
     if constexpr (N > 4)
         store_pairs<R, N / 2>(add_halves(x, std::make_integer_sequence<int, N / 2>{}), out);
-    else
+    else {
         UNROLL
         for (int i = 0; i < 4; i++) out[i] = x[i];
+    }
 }
 template <class R>
 INLINE void totals(const Vec<R> (&x)[4], R (&out)[4]) {
@@ -191,7 +193,7 @@ constexpr R inverse_factorial(int n) {
     return R(x);
 }
 
-// exp by splitting off a power of two and a Taylor series on [-ln2/2, ln2/2]; below `least` it is zero.
+// exp by a power of two and a Taylor series on [-ln2/2, ln2/2]; below `least` it is zero.
 template <class R>
 INLINE Vec<R> exponential(Vec<R> x) {
     using B = Bits<R>;
@@ -220,7 +222,7 @@ INLINE Vec<R> magnitude(Vec<R> x) {
     return x;
 }
 
-// 1 / x: in float32 an estimate and a step of Newton's method, a fraction of a division's time.
+// 1 / x: in float32 by an estimate and a step of Newton's method, in a fraction of the time of a division.
 template <class R>
 INLINE Vec<R> reciprocal(Vec<R> x) {
 #ifdef __AVX512F__
@@ -265,9 +267,10 @@ INLINE void read_state(const R* S, int64_t ld, int K, const R* x, int64_t xs, Ve
         UNROLL
         for (int n = 0; n < NV; n++) s[n] = load(S + i * ld + n * W<R>);
         UNROLL
-        for (int r = 0; r < ROWS; r++)
+        for (int r = 0; r < ROWS; r++) {
             UNROLL
             for (int n = 0; n < NV; n++) acc[r][n] += s[n] * x[r * xs + i];
+        }
     }
 }
 
@@ -276,31 +279,35 @@ template <class R, int RANK, int NV, int M>
 INLINE void write_rows(const R* in, R* out, int64_t ld, const R* decay, const R* x, int64_t xs, const R* z) {
     Vec<R> s[M][NV];
     UNROLL
-    for (int m = 0; m < M; m++)
+    for (int m = 0; m < M; m++) {
         UNROLL
         for (int n = 0; n < NV; n++) s[m][n] = load(in + m * ld + n * W<R>);
-    if (decay)
+    }
+    if (decay) {
         UNROLL
-        for (int m = 0; m < M; m++)
+        for (int m = 0; m < M; m++) {
             UNROLL
             for (int n = 0; n < NV; n++) s[m][n] *= decay[m];
+        }
+    }
     for (int c = 0; c < RANK; c++) {
         Vec<R> row[NV];
         UNROLL
         for (int n = 0; n < NV; n++) row[n] = load(z + (c * NV + n) * W<R>);
         UNROLL
-        for (int m = 0; m < M; m++)
+        for (int m = 0; m < M; m++) {
             UNROLL
             for (int n = 0; n < NV; n++) s[m][n] += row[n] * x[c * xs + m];
+        }
     }
     UNROLL
-    for (int m = 0; m < M; m++)
+    for (int m = 0; m < M; m++) {
         UNROLL
         for (int n = 0; n < NV; n++) store(out + m * ld + n * W<R>, s[m][n]);
+    }
 }
 template <class R, int RANK, int NV>
-INLINE void write_state(const R* in, R* out, int64_t ld, int K, const R* decay, const R* x, int64_t xs,
-                        const R* z) {
+INLINE void write_state(const R* in, R* out, int64_t ld, int K, const R* decay, const R* x, int64_t xs, const R* z) {
     constexpr int M = NV <= 2 ? 8 : 16 / NV;  // M x NV vectors must fit the registers
     int i = 0;
     for (; i + M <= K; i += M)
@@ -314,26 +321,28 @@ template <class R, int J, int M>
 INLINE void contract_rows(const R* X, int64_t ld, int columns, const R* z, int64_t zs, R* out, int64_t os) {
     Vec<R> acc[M][J];
     UNROLL
-    for (int m = 0; m < M; m++)
+    for (int m = 0; m < M; m++) {
         UNROLL
         for (int j = 0; j < J; j++) acc[m][j] = load(out + j * os + m * W<R>);
+    }
     for (int v = 0; v < columns; v++) {
         Vec<R> row[J];
         UNROLL
         for (int j = 0; j < J; j++) row[j] = load(z + j * zs + v * W<R>);
         UNROLL
-        for (int m = 0; m < M; m++)
+        for (int m = 0; m < M; m++) {
             UNROLL
             for (int j = 0; j < J; j++) acc[m][j] += row[j] * X[m * ld + v];
+        }
     }
     UNROLL
-    for (int m = 0; m < M; m++)
+    for (int m = 0; m < M; m++) {
         UNROLL
         for (int j = 0; j < J; j++) store(out + j * os + m * W<R>, acc[m][j]);
+    }
 }
 template <class R, int J>
-INLINE void contract(const R* X, int64_t ld, int rows, int columns, const R* z, int64_t zs, R* out,
-                     int64_t os) {
+INLINE void contract(const R* X, int64_t ld, int rows, int columns, const R* z, int64_t zs, R* out, int64_t os) {
     constexpr int M = J == 1 ? 16 : 8;
     int i = 0;
     for (; i + M <= rows; i += M) contract_rows<R, J, M>(X + i * ld, ld, columns, z, zs, out + i * W<R>, os);

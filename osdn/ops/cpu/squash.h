@@ -31,7 +31,7 @@ public:
             const Vec<R> M = exponential<R>(strength * often * inverse);
             store(next + i, after);
             store(w + i, M * k_i);
-            if (kept) {  // nothing where the loss does not see the write keys
+            if (kept) {  // null if the loss does not depend on the write keys
                 store(kept + i, call.grad_out ? M : Vec<R>{});
                 store(kept + Kp + i, call.grad_out ? strength * M * inverse * inverse / sum : Vec<R>{});
             }
@@ -55,8 +55,7 @@ public:
             store(grad_A + i, r_i * g);
             store(grad_k + i, load(grad_k + i) + gw * load(kept + i) + 2 * gain * k_i * g);
         }
-        if (call.grad_retention && call.retention_kind == 1)
-            *head.per_head(call.grad_retention, t) = total<R>(to_r);
+        if (call.grad_retention && call.retention_kind == 1) *head.per_head(call.grad_retention, t) = total<R>(to_r);
         *head.per_head(call.grad_gain, t) = total<R>(to_gain);
         grad_center += total<R>(to_center);
     }

@@ -69,16 +69,16 @@ INLINE void score(const R* k, const R* q, const R* w, int c, int Kp, R* A, R* Q)
     }
 }
 
-// What the backward wants to see again: rows [C, Kp] of keys, queries and write keys without their decays, what
-// phase 1 keeps of each token, and what the token fed back to it.
+// What the backward needs again: rows [C, Kp] of keys, queries and write keys without their decays, and per token
+// what phase 1 saves and what was fed back to it.
 template <class R>
 struct Record {
     R *keys, *queries, *writes, *phase1;
     Feedback<R>* feedbacks;
 };
 
-// Fills a tile from tokens t .. t + count; tokens beyond count do nothing to the state.  With phase 1 in the
-// call, its state moves on by as many tokens: d, or the first of those in the record.
+// Fills a tile from tokens t .. t + count; tokens beyond count leave the state unchanged.  If the call
+// includes phase 1, its state advances by as many tokens: d, or the first state in the record.
 template <class R, int C>
 INLINE void fill_tile(Tile<R, C>& tile, const Head<R>& head, const Phase1<R>& phase1, int64_t t, int count, R* d,
                       const Record<R>* record) {
@@ -96,8 +96,7 @@ INLINE void fill_tile(Tile<R, C>& tile, const Head<R>& head, const Phase1<R>& ph
         tile.beta[c] = *head.per_head(call.beta, t + c);
         if (call.rule) {
             R* kept = record ? record->phase1 + c * phase1.kept_size() : nullptr;
-            const Feedback<R> f =
-                phase1.step(kept ? kept : d, kept ? kept + phase1.kept_size() : d, kept, k, w, t + c);
+            const Feedback<R> f = phase1.step(kept ? kept : d, kept ? kept + phase1.kept_size() : d, kept, k, w, t + c);
             if (record) record->feedbacks[c] = f;
         } else {
             copy_row(w, call.write_keys ? head.write_key(t + c) : head.key(t + c), K);
@@ -128,12 +127,12 @@ INLINE void fill_tile(Tile<R, C>& tile, const Head<R>& head, const Phase1<R>& ph
         for (int i = 0; i < C; i++) tile.A[c][i] = tile.Q[c][i] = 0;
 }
 
-// Columns are walked in blocks of NV vectors.  A tile of several tokens keeps two vectors of each in registers;
+// Columns are processed in blocks of NV vectors.  A tile of several tokens keeps two vectors of each in registers;
 // a single token reads whole rows instead, as they lie in memory.
 template <class R, int NV = 2>
 constexpr int BLOCK = NV * W<R>;
 
-// f(NV, v0, columns) for the blocks of columns [first, last): the widest, then what is left in narrower ones.
+// f(NV, v0, columns) for the blocks of columns [first, last): the widest ones first, then narrower ones for the rest.
 template <class R, int NV = 2, class F>
 INLINE void each_block(int first, int last, F&& f) {
     int v0 = first;
@@ -143,7 +142,7 @@ INLINE void each_block(int first, int last, F&& f) {
         if (v0 < last) each_block<R, NV / 2>(v0, last, f);
 }
 
-// A block of a state [K, V] to and from its packed form [K, NV W].
+// Converts a block of a state [K, V] to and from its packed form [K, NV W].
 template <class R, int NV>
 INLINE void unpack_state(const R* packed, R* state, int K, int V, int columns) {
     for (int i = 0; i < K; i++) {
@@ -161,8 +160,8 @@ INLINE void pack_state(const R* state, R* packed, int K, int V, int columns) {
     }
 }
 
-// Asks for the key-side rows of a token, and for its part of a tensor [tokens, HV, V], well before their use:
-// tokens lie a whole row of heads apart, further than the hardware looks ahead.
+// Prefetches the key-side rows of a token and its part of a tensor [tokens, HV, V], well before their use: tokens
+// lie a whole row of heads apart, which is further than the hardware prefetches.
 template <class R>
 INLINE void prefetch(const R* row, int width) {
     for (int i = 0; i < width; i += 64 / int(sizeof(R))) __builtin_prefetch(row + i, 0, 2);

@@ -32,6 +32,7 @@ class Profile:
     seq_len: int  # tokens read at once
     context_len: int
     learning_rate: float
+    exercises: float  # share of the training text that are exercises in looking things up
     validation_tokens: int
     window: int  # tokens of one reading in the recall tasks
     questions: int  # of each recall task
@@ -87,6 +88,7 @@ MINUTES = Profile(
     seq_len=2048,
     context_len=512,
     learning_rate=1e-2,
+    exercises=0.3,
     validation_tokens=8192,
     window=200,
     questions=8,
@@ -110,6 +112,7 @@ LAPTOP = Profile(
     seq_len=1024,
     context_len=512,
     learning_rate=2e-3,
+    exercises=0.3,
     validation_tokens=131_072,
     window=128,
     questions=150,

@@ -1,29 +1,75 @@
-"""The text of a reproduction: a fair sample of the installed Python files, as much as its runs read."""
+"""The text of a reproduction: a fair sample of the installed Python files, as much as its runs read.
+
+Part of it are exercises in looking things up: an excerpt from a training file, once or twice, and then some of
+its lines again, in the form of the questions of `code_recall`.  Without them, models and budgets of this size
+hardly learn to copy, and no model would answer any question (docs/reproduction.md).
+"""
 
 import json
+import random
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from osdn.evaluation.code_recall import KINDS
 from osdn.reproduction.profiles import Profile
 from osdn.training.data import SourceFiles
 
 SOURCE = "installed"  # the standard library and every installed package, in a fixed mixed order
 CHARACTERS = 4  # of a token, more than there are on average: so much text is enough
+EXCERPT = (150, 350)  # characters of an exercise's excerpt, about as long as those of the questions
+LINES = 4  # most lines that an exercise asks for
 
 
 def write_text(profile: Profile, path: Path) -> tuple[int, int]:
-    """Write files to train on, then held-out ones to validate on, as JSON lines; how many of each."""
-    wanted = {"train": profile.tokens, "validation": profile.validation_tokens}
+    """Write documents to train on, then held-out files to validate on, as JSON lines; how many of each."""
+    files = SourceFiles(SOURCE)
+    training = with_exercises(files.texts("train"), profile.exercises)
     counts = []
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as file:
-        for split, tokens in wanted.items():
+        for texts, tokens in (
+            (training, profile.tokens),
+            (files.texts("validation"), profile.validation_tokens),
+        ):
             counts.append(0)
-            for text in _enough(SourceFiles(SOURCE).texts(split), CHARACTERS * tokens):
+            for text in _enough(texts, CHARACTERS * tokens):
                 file.write(json.dumps({"text": text}) + "\n")
                 counts[-1] += 1
     partial.replace(path)
     return counts[0], counts[1]
+
+
+def with_exercises(texts: Iterator[str], share: float) -> Iterator[str]:
+    """The texts, each followed by exercises about it, which make up `share` of all characters."""
+    due = 0.0
+    for text in texts:
+        yield text
+        due += len(text) * share / (1 - share)
+        for exercise in exercises(text):
+            if due < len(exercise):
+                break
+            due -= len(exercise)
+            yield exercise
+
+
+def exercises(text: str) -> Iterator[str]:
+    """Excerpts from a file, each followed by some of the lines in it that `code_recall` could ask for.
+
+    The lines of an exercise begin differently, so that the beginning of each determines the rest.
+    """
+    rng = random.Random(zlib.crc32(text.encode()))
+    starts = [0, *(i + 1 for i, c in enumerate(text) if c == "\n")]
+    for start in rng.sample(starts, len(starts)):
+        end = text.find("\n", start + rng.randint(*EXCERPT))
+        excerpt = text[start:end].strip("\n")
+        if end < 0 or len(excerpt) > 2 * EXCERPT[1]:
+            continue
+        matches = [match for pattern in KINDS.values() for match in pattern.finditer(excerpt)]
+        lines = [match[0].strip() for match in matches if excerpt.count(match[1]) == 1]
+        if lines:
+            asked = rng.sample(lines, min(LINES, len(lines)))
+            yield "\n\n".join([*[excerpt] * rng.choice((1, 2)), *asked])
 
 
 def _enough(texts: Iterator[str], characters: int) -> Iterator[str]:

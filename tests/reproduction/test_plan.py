@@ -13,6 +13,7 @@ from osdn.cli import app
 from osdn.models import describe
 from osdn.reproduction.plan import Plan
 from osdn.reproduction.profiles import BLOCKS, DELTA_NET, LAPTOP, MINUTES, PROFILES, paper_commands
+from osdn.reproduction.text import exercises
 from osdn.training.data import SourceFiles, load_source
 from osdn.training.settings import load_settings
 
@@ -145,6 +146,21 @@ def test_what_the_folder_is_for_is_written_down(plan):
     assert content["text"]["fingerprint"] == SourceFiles("installed").fingerprint
 
 
+def test_exercises_ask_for_lines_of_their_excerpt():
+    text = "".join(f"first_{i} = compute({i})\ndef then_{i}(a{i}, b={i}):\n    pass\n" for i in range(200))
+    readings = set()
+    for exercise in exercises(text):
+        excerpt, *lines = exercise.split("\n\n")  # the file has no empty lines
+        assert excerpt in text
+        readings.add(1 + lines.count(excerpt))
+        lines = [line for line in lines if line != excerpt]
+        assert 1 <= len(set(lines)) == len(lines) <= 4
+        assert all(line in map(str.strip, excerpt.splitlines()) for line in lines)
+    assert readings == {1, 2}
+    assert list(exercises(text)) == list(exercises(text))
+    assert not list(exercises("nothing to ask for\n" * 100))
+
+
 def test_the_text_is_a_sample_of_the_files(plan):
     begun = json.loads((plan.folder / "reproduction.json").read_text())["text"]
     texts = [json.loads(line)["text"] for line in plan.text.read_text().splitlines()]
@@ -155,7 +171,10 @@ def test_the_text_is_a_sample_of_the_files(plan):
         assert 0 <= sum(map(len, training)) - 4 * plan.profile.tokens < 40_000
         assert 0 <= sum(map(len, held_out)) - 4 * plan.profile.validation_tokens < 40_000
     assert training[0] != held_out[0]
-    assert training == list(islice(files.texts("train"), len(training)))
+    whole = [text for text in training if "\n\n" not in text]  # these files have no empty lines
+    assert whole == list(islice(files.texts("train"), len(whole)))
+    share = 1 - sum(map(len, whole)) / sum(map(len, training))
+    assert abs(share - plan.profile.exercises) < 0.05
     assert held_out == list(islice(files.texts("validation"), len(held_out)))
     settings = load_settings(plan.config("osdn"))
     assert len(load_source(settings.data.source, split=settings.data.split)) == len(training)

@@ -93,8 +93,8 @@ def write(results: Results, rows: Sequence[Row], folder: Path, name: str) -> Non
             for g in _first(results).get("grid", [])
         ]
         out.writerow(["variant", "seed", *metrics, *grid])
-        for variant, mine in results.items():
-            for run in mine:
+        for variant, runs in results.items():
+            for run in runs:
                 accuracies = [g["accuracy"] for g in run.get("grid", [])]
                 values = [run.get(metric, "") for metric in metrics]
                 out.writerow([variant.label, run["settings"]["seed"], *values, *accuracies])

@@ -43,8 +43,8 @@ def _around(base: Setting, lengths: Sequence[int]) -> list[Setting]:
         *({"heads": h, "change": f"{base.width // h} key channels"} for h in (4, 1)),
         *({"task": replace(base.task, length=n), "change": f"length {n}"} for n in lengths),
     ]
-    found = [base, *(replace(base, **change) for change in changes)]
-    return [replace(s, name=f"{s.group}, {s.change}") for s in found]
+    settings = [base, *(replace(base, **change) for change in changes)]
+    return [replace(s, name=f"{s.group}, {s.change}") for s in settings]
 
 
 TEXT = Setting("", TextTask("", length=128), 240, 8, "loss", lower_is_better=True, group="text")

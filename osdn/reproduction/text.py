@@ -8,16 +8,16 @@ from osdn.reproduction.profiles import Profile
 from osdn.training.data import SourceFiles
 
 SOURCE = "installed"  # the standard library and every installed package, in a fixed mixed order
-CHARACTERS = 4  # of a token, more than there are on average: so much text is enough
+CHARACTERS = 4  # per token; the average is lower, so this much text is enough
 
 
 def write_text(profile: Profile, path: Path) -> tuple[int, int]:
-    """Write files to train on, then held-out ones to validate on, as JSON lines; how many of each."""
-    wanted = {"train": profile.tokens, "validation": profile.validation_tokens}
+    """Write training files, then held-out files for validation, as JSON lines; return how many of each."""
+    tokens_of_split = {"train": profile.tokens, "validation": profile.validation_tokens}
     counts = []
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as file:
-        for split, tokens in wanted.items():
+        for split, tokens in tokens_of_split.items():
             counts.append(0)
             for text in _enough(SourceFiles(SOURCE).texts(split), CHARACTERS * tokens):
                 file.write(json.dumps({"text": text}) + "\n")

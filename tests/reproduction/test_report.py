@@ -109,7 +109,7 @@ def test_runs_on_other_text_are_refused():
 def test_folders_without_results_are_named(tmp_path):
     done = runner.invoke(app, ["reproduce", "--report", str(tmp_path)])
     assert done.exit_code == 1
-    assert "results.json is not there" in re.sub(r"\s+", " ", done.output)
+    assert "results.json does not exist" in re.sub(r"\s+", " ", done.output)
     (tmp_path / "results.json").write_text('{"kind": "lab"}')
     done = runner.invoke(app, ["reproduce", "--report", str(tmp_path)])
     assert "is not a result of `osdn reproduce`" in re.sub(r"\s+", " ", done.output)

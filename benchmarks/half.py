@@ -38,7 +38,7 @@ def kernels(name: str, p: Workload, dtype: torch.dtype, decay: Any, online: bool
     }
 
 
-def whole(name: str, p: Workload, dtype: torch.dtype, decay: Any, online: bool) -> Calls:
+def operator_calls(name: str, p: Workload, dtype: torch.dtype, decay: Any, online: bool) -> Calls:
     def run(*inputs: torch.Tensor) -> torch.Tensor:
         operator = online_scaled_delta_rule if online else delta_rule
         return operator(*inputs, log_decay=decay, backend="cpu")[0]
@@ -64,8 +64,8 @@ def main() -> None:
     for dtype in DTYPES:
         p = Workload(1, arguments.tokens, 8, 128, 128, dtype=dtype)
         for name, decay in {"delta_net": None, "gdn": p.decay, "kda": p.channel_decay}.items():
-            calls |= kernels(name, p, dtype, decay, False) | whole(name, p, dtype, decay, False)
-        calls |= kernels("osdn", p, dtype, None, True) | whole("osdn", p, dtype, None, True)
+            calls |= kernels(name, p, dtype, decay, False) | operator_calls(name, p, dtype, decay, False)
+        calls |= kernels("osdn", p, dtype, None, True) | operator_calls("osdn", p, dtype, None, True)
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(arguments.rounds):
         for key, call in calls.items():

@@ -177,7 +177,7 @@ class Task:
 
 def tasks(model: Any, what: list[str]) -> list[Task]:
     layer, config = next(iter(recurrent_layers(model).values())), model.config
-    alone, whole = partial(layer_alone, layer), partial(train, model)
+    alone, training = partial(layer_alone, layer), partial(train, model)
     forward, step = "layer, 2,048 tokens", "layer, 1,024, with backward"
     long_step = "layer, 4,096, with backward"
     layers, delta = len(config.layer_types), config.layer_types.count("linear_attention")
@@ -204,12 +204,12 @@ def tasks(model: Any, what: list[str]) -> list[Task]:
         ),
         Task("decode", "decoding, per token", partial(decode, model, 16), partial(decode, model, 1)),
         Task(
-            "train", "training, 1,024 tokens", partial(whole, 1024, False),
-            partial(whole, 64, False), step, (all_kept, delta),
+            "train", "training, 1,024 tokens", partial(training, 1024, False),
+            partial(training, 64, False), step, (all_kept, delta),
         ),
         Task(
-            "train", "training, 4,096, checkpointing", partial(whole, 4096, True),
-            partial(whole, 64, True), long_step, (inputs_kept, delta * 4 / 3), both=True,
+            "train", "training, 4,096, checkpointing", partial(training, 4096, True),
+            partial(training, 64, True), long_step, (inputs_kept, delta * 4 / 3), both=True,
         ),
     ]  # fmt: skip
     return [task for task in every if task.group in what]
@@ -221,11 +221,11 @@ def race(task: Task, sides: list[str], rounds: int, budget: float) -> dict[str, 
     results: dict[str, list[Numbers]] = {side: [] for side in sides}
 
     def each(call: Callable[[], Numbers], order: list[str]) -> list[Numbers]:
-        made = []
+        rows = []
         for side in order:
             osdn.accelerate(undo=side == "original")
-            made.append(call())
-        return made
+            rows.append(call())
+        return rows
 
     each(task.warm, sides)
     start = time.perf_counter()
@@ -242,7 +242,7 @@ def race(task: Task, sides: list[str], rounds: int, budget: float) -> dict[str, 
 def summarize(results: dict[str, list[Numbers]]) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     for part in next(iter(results.values()))[0]:
-        rows = {side: [row[part] for row in given] for side, given in results.items()}
+        rows = {side: [row[part] for row in measured_rows] for side, measured_rows in results.items()}
         summary[part] = {side: statistics.median(values) for side, values in rows.items()}
         if len(rows) == 2:
             ratios = [a / max(b, 1e-9) for a, b in zip(rows["original"], rows["osdn"])]

@@ -34,25 +34,25 @@ def run_demo(output: Path, console: Console) -> Path:
         "recall": [Run(RECALL, v, seed) for v in VARIANTS for seed in range(SEEDS)],
         "text": [Run(task, v, seed, steps=100, batch=8) for v in VARIANTS for seed in range(SEEDS)],
     }
-    everything = [*runs["recall"], *runs["text"]]
-    work = sum(runner.cost(run) for run in everything)
+    all_runs = [*runs["recall"], *runs["text"]]
+    work = sum(runner.cost(run) for run in all_runs)
     with runner.progress_bar(console) as progress:
         bar = progress.add_task("demo", total=1.06 * work, live="training a tokenizer")
         prepare(task)
         progress.advance(bar, 0.03 * work)
-        found = runner.run_all(everything, output / "runs", progress, bar)
+        finished = runner.run_all(all_runs, output / "runs", progress, bar)
         speeds = _speeds(output / "speed.json", runs["recall"][SEEDS], progress, bar)
         progress.update(bar, completed=1.06 * work, live="")
-    parts = {"recall": found[: len(runs["recall"])], "text": found[len(runs["recall"]) :]}
+    parts = {"recall": finished[: len(runs["recall"])], "text": finished[len(runs["recall"]) :]}
     results = {name: summary.group(VARIANTS, part) for name, part in parts.items()}
     rows = {name: summary.summarize(results[name], METRICS[name]) for name in results}
-    for name, mine in rows.items():
-        show(experiment_table(summary.records(mine), name.capitalize()))
-        summary.write(results[name], mine, output / name, name)
+    for name, task_rows in rows.items():
+        show(experiment_table(summary.records(task_rows), name.capitalize()))
+        summary.write(results[name], task_rows, output / name, name)
     demo = Demo(
         summary.by_label(results["recall"]),
         summary.by_label(results["text"]),
-        {name: summary.records(mine) for name, mine in rows.items()},
+        {name: summary.records(task_rows) for name, task_rows in rows.items()},
         speeds,
         sum(p.numel() for p in build(runs["recall"][0]).parameters()),
         RECALL.boundaries(),

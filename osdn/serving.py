@@ -54,14 +54,14 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket bound to the address; port 0 picks a free port."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
     except OSError as error:
         raise OSError(
             f"cannot listen on {host}, port {port} ({error.strerror}): choose another port or host"
         ) from error
-    return found
+    return listening
 
 
 def run(app: FastAPI, listening: socket.socket) -> None:

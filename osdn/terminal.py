@@ -40,7 +40,7 @@ UNPRINTABLE = re.compile(
 
 def printable(text: str) -> str:
     """Spell out control characters, so that no name can move the cursor or change colours."""
-    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def print_error(error: Exception) -> None:

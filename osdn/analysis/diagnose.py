@@ -125,8 +125,8 @@ class Diagnosis:
         if not self.tasks:
             raise ValueError("no prompt was read")
         tasks = list(self.tasks.values())
-        everything = {name: _summary([task]) | _prompts([task]) for name, task in self.tasks.items()}
-        whole = _summary(tasks)
+        by_task = {name: _summary([task]) | _prompts([task]) for name, task in self.tasks.items()}
+        overall = _summary(tasks)
         ratios = self._total("ratios")
         tokens, known = float(ratios[:, :BINS, :, TOKENS].sum()), float(ratios[:, :BINS, :, COUNT].sum())
         return {
@@ -135,8 +135,8 @@ class Diagnosis:
             "rule": self.rule,
             **_prompts(tasks),
             "attention_layers_left_out": attention_layers(self.model),
-            ALL: whole,
-            "tasks": everything,
+            ALL: overall,
+            "tasks": by_task,
             "agreement": {
                 "largest_difference": self.largest_disagreement,
                 "negligible_share": 1 - known / tokens,
@@ -225,15 +225,15 @@ def _summary(tasks: list[Sums]) -> dict[str, Any]:
     ratios = torch.stack([task.ratios for task in tasks]).sum(0)  # [L, BINS + 2, H, 5]
     rows = [torch.stack(task.prompts) for task in tasks]  # [P, BINS + 2, 5] per task
     total, resampled = ratios.sum((0, 2)), _resample(rows)  # [BINS + 2, 5], [RESAMPLES, BINS + 2, 5]
-    whole, wholes = total[:BINS].sum(0), resampled[:, :BINS].sum(1)
+    overall, resampled_overall = total[:BINS].sum(0), resampled[:, :BINS].sum(1)
     boundaries = [b for task in tasks for b in task.boundaries]
     return {
         "prompts": sum(len(task.prompts) for task in tasks),
-        "measurements": int(whole[TOKENS]),
+        "measurements": int(overall[TOKENS]),
         "boundary": sum(boundaries) / len(boundaries) if boundaries else None,
-        "q_geo": _interval(_geometric, whole, wholes),
-        "q_arith": _interval(_arithmetic, whole, wholes),
-        "q_geo_closed_form": float((whole[LOG_CLOSED] / whole[TOKENS]).exp()),
+        "q_geo": _interval(_geometric, overall, resampled_overall),
+        "q_arith": _interval(_arithmetic, overall, resampled_overall),
+        "q_geo_closed_form": float((overall[LOG_CLOSED] / overall[TOKENS]).exp()),
         "first_reading": _interval(_geometric, total[BINS], resampled[:, BINS]),
         "second_reading": _interval(_geometric, total[BINS + 1], resampled[:, BINS + 1]),
         "by_position": [_interval(_geometric, total[b], resampled[:, b]) for b in range(BINS)],

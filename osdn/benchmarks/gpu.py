@@ -63,11 +63,11 @@ def on_gpu(call: Call, repeat: int) -> float:
 
 def fla(form: str) -> dict[str, Any]:
     """The functions of flash-linear-attention, if it is installed; `form` is chunk or fused_recurrent."""
-    found = {}
+    functions = {}
     for name, rule in FLA.items():
         with suppress(ImportError):
-            found[name] = getattr(import_module(f"fla.ops.{rule}"), f"{form}_{rule}")
-    return found
+            functions[name] = getattr(import_module(f"fla.ops.{rule}"), f"{form}_{rule}")
+    return functions
 
 
 def gates(p: Workload) -> dict[str, dict[str, Any]]:
@@ -77,13 +77,13 @@ def gates(p: Workload) -> dict[str, dict[str, Any]]:
 
 def contenders(p: Workload) -> dict[str, Any]:
     """The variants and their peers on sequences."""
-    found = variants(p, "triton", OURS)
+    functions = variants(p, "triton", OURS)
     if p.shape["T"] <= CHUNKWISE_UP_TO:
-        found |= variants(p, "chunkwise", BACKBONES)
+        functions |= variants(p, "chunkwise", BACKBONES)
     for name, f in fla("chunk").items():
         peer = partial(f, **gates(p)[name])
-        found[f"{name}, fla"] = lambda q, k, v, b, f=peer: f(q=q, k=k, v=v, beta=b)[0]
-    return found
+        functions[f"{name}, fla"] = lambda q, k, v, b, f=peer: f(q=q, k=k, v=v, beta=b)[0]
+    return functions
 
 
 def decoding(p: Workload) -> dict[str, Call]:
@@ -118,7 +118,7 @@ def implied(name: str, shape: dict[str, int], backward: bool) -> float:
 
 def measure(p: Workload, rounds: int, clock: Clock) -> list[dict[str, Any]]:
     """Time forward, and forward and backward, of all contenders."""
-    found = contenders(p)
+    functions = contenders(p)
     dtype = str(p.inputs[0].dtype).removeprefix("torch.")
     where = " ".join(f"{name}={value}" for name, value in p.shape.items()) + f", {dtype}"
     tables = []
@@ -126,7 +126,7 @@ def measure(p: Workload, rounds: int, clock: Clock) -> list[dict[str, Any]]:
         (f"forward, {where}", forward),
         (f"forward and backward, {where}", forward_backward),
     ):
-        calls = {name: timed(p, f) for name, f in found.items()}
+        calls = {name: timed(p, f) for name, f in functions.items()}
         result = race(calls, rounds, title, repeat=10, clock=clock)
         for name in variants(p, "triton", OURS):
             backward = timed is forward_backward
@@ -149,10 +149,10 @@ def run(quick: bool, rounds: int, output: Path, device: str) -> None:
         tables = []
         for T in LENGTHS[:1] if quick else LENGTHS:
             tables += measure(Workload(1, T, 8, 128, 128, device, torch.bfloat16), rounds, on_gpu)
-        one = Workload(1, 1, 8, 128, 128, device, torch.bfloat16)
+        token = Workload(1, 1, 8, 128, 128, device, torch.bfloat16)
         title = "decoding one token, B=1 H=8 K=V=128, bfloat16"
-        result = race(decoding(one), 3 * rounds, title, repeat=100, clock=on_gpu)
-        tables.append({"title": title, "ms": result, **one.shape})
+        result = race(decoding(token), 3 * rounds, title, repeat=100, clock=on_gpu)
+        tables.append({"title": title, "ms": result, **token.shape})
         show(tables[-1])
         name = torch.cuda.get_device_name()
     record = {"kind": "operators", "gpu": name, "seed": SEED, "rounds": rounds, "tables": tables}

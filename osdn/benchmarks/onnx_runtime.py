@@ -53,8 +53,8 @@ def _model(sizes: dict[str, int]) -> Any:
     domain = "com.microsoft"
     node = helper.make_node("LinearAttention", list(inputs), list(outputs), domain=domain, **settings)
     values = [
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in one.items()]
-        for one in (inputs, outputs)
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+        for shapes in (inputs, outputs)
     ]
     graph = helper.make_graph([node], "gated_delta_rule", *values)
     versions = [helper.make_opsetid("", 21), helper.make_opsetid(domain, 1)]

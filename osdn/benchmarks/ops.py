@@ -112,22 +112,24 @@ def contenders(
     p: Workload, compiled: bool = False, chunkwise: bool = True, slow: bool = True
 ) -> dict[str, Any]:
     """The variants and their peers on a CPU."""
-    found: dict[str, Any] = {}
+    functions: dict[str, Any] = {}
     if "cpu" in available_backends():
-        found |= variants(p, "cpu")
+        functions |= variants(p, "cpu")
     if chunkwise:
-        found |= variants(p, "chunkwise", BACKBONES)
-    found["gdn, transformers eager"] = lambda q, k, v, b: torch_chunk_gated_delta_rule(q, k, v, p.decay, b)[0]
+        functions |= variants(p, "chunkwise", BACKBONES)
+    functions["gdn, transformers eager"] = lambda q, k, v, b: torch_chunk_gated_delta_rule(
+        q, k, v, p.decay, b
+    )[0]
     if compiled:
         graph = torch.compile(torch_chunk_gated_delta_rule, dynamic=False)
-        found["gdn, transformers compiled"] = lambda q, k, v, b: graph(q, k, v, p.decay, b)[0]
+        functions["gdn, transformers compiled"] = lambda q, k, v, b: graph(q, k, v, p.decay, b)[0]
     if onnx_runtime.installed():
         run = onnx_runtime.gated_delta_rule(p.shape, p.decay, torch.zeros_like(p.state))
-        found[ONNX_RUNTIME] = run
+        functions[ONNX_RUNTIME] = run
     if slow:
-        found |= variants(p, "chunkwise", ["osdn"])
-        found["osdn, the paper's form"] = paper_form.osdn
-    return found
+        functions |= variants(p, "chunkwise", ["osdn"])
+        functions["osdn, the paper's form"] = paper_form.osdn
+    return functions
 
 
 def forward(p: Workload, f: Any) -> Call:
@@ -215,7 +217,7 @@ def run(quick: bool, rounds: int, output: Path, device: str = "cpu") -> None:
     torch.manual_seed(SEED)
     a, b = torch.randn(MM, MM), torch.randn(MM, MM)
     threads = torch.get_num_threads()
-    everything: list[dict[str, Any]] = []
+    tables: list[dict[str, Any]] = []
 
     def table(
         title: str, p: Workload, calls: dict[str, Call], operations: int, rounds: int
@@ -230,29 +232,29 @@ def run(quick: bool, rounds: int, output: Path, device: str = "cpu") -> None:
             **p.shape,
         }
         show(entry)
-        everything.append(entry)
+        tables.append(entry)
         return entry
 
     for n in [threads] if quick or threads == 1 else [threads, 1]:
         torch.set_num_threads(n)
         p = Workload(1, 2048, 8, 128, 128)
         where = f"B=1 T=2048 H=8 K=V=128, {n} thread{'s' * (n > 1)}"
-        found = contenders(p, compiled=not quick and n == threads, slow=not quick and n == threads)
-        table(f"forward, {where}", p, {k: forward(p, f) for k, f in found.items()}, 6, rounds)
-        calls = {k: forward_backward(p, f) for k, f in found.items() if not k.endswith(FORWARD_ONLY)}
+        functions = contenders(p, compiled=not quick and n == threads, slow=not quick and n == threads)
+        table(f"forward, {where}", p, {k: forward(p, f) for k, f in functions.items()}, 6, rounds)
+        calls = {k: forward_backward(p, f) for k, f in functions.items() if not k.endswith(FORWARD_ONLY)}
         table(f"forward and backward, {where}", p, calls, 20, rounds)
 
-        one = Workload(1, 1, 8, 128, 128)
+        token = Workload(1, 1, 8, 128, 128)
         title = f"decoding one token, B=1 H=8 K=V=128, {n} thread{'s' * (n > 1)}"
-        result = race(decoding(one), 3 * rounds, title, repeat=100)
-        everything.append({"title": title, "threads": n, "ms": result, **one.shape})
-        show(everything[-1])
+        result = race(decoding(token), 3 * rounds, title, repeat=100)
+        tables.append({"title": title, "threads": n, "ms": result, **token.shape})
+        show(tables[-1])
     torch.set_num_threads(threads)
 
     if not quick:
         p = Workload(8, 512, 8, 64, 64)
-        found = contenders(p, chunkwise=False, slow=False)
-        calls = {k: forward_backward(p, f) for k, f in found.items() if not k.endswith(FORWARD_ONLY)}
+        functions = contenders(p, chunkwise=False, slow=False)
+        calls = {k: forward_backward(p, f) for k, f in functions.items() if not k.endswith(FORWARD_ONLY)}
         table("training, B=8 T=512 H=8 K=V=64: forward and backward", p, calls, 20, rounds)
         series: dict[str, dict[int, float]] = {}
         names = ("osdn, cpu", "delta_net, cpu", "gdn, chunkwise", "gdn, transformers eager", ONNX_RUNTIME)
@@ -265,6 +267,6 @@ def run(quick: bool, rounds: int, output: Path, device: str = "cpu") -> None:
             series.setdefault("limit", {})[T] = entry["limit_ms"]
         plots.save({"ops": plots.operator_times(series, "B=1, H=8, K=V=128, float32")}, output)
     saved = save_json(
-        output / "ops.json", {"kind": "operators", "seed": SEED, "rounds": rounds, "tables": everything}
+        output / "ops.json", {"kind": "operators", "seed": SEED, "rounds": rounds, "tables": tables}
     )
     console.print(f"saved to {saved}" + ("" if quick else f" and {output / 'ops.svg'}"))

@@ -76,4 +76,4 @@ def operators(rounds: int = 3) -> dict[str, float]:
             start = time.perf_counter()
             torch.autograd.grad(call(), inputs, grad)
             times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: min(found[1:]) for name, found in times.items()}
+    return {name: min(milliseconds[1:]) for name, milliseconds in times.items()}

@@ -67,11 +67,11 @@ def throughput(
             device
         )
         for turn in range(warm_ups + repeats):
-            for one in _rotated(timed, turn):
-                one.times.append(generate(one.model, ids, decode))
-                progress(one.identity.model)
-        for one in timed:
-            del one.times[:warm_ups]
+            for entry in _rotated(timed, turn):
+                entry.times.append(generate(entry.model, ids, decode))
+                progress(entry.identity.model)
+        for entry in timed:
+            del entry.times[:warm_ups]
         rows += summarise(timed, prefill + decode)
     return {
         "kind": "throughput",
@@ -88,23 +88,23 @@ def throughput(
 
 def expand(names: list[str]) -> list[str]:
     """Replace a size such as tiny or hybrid-tiny by its presets; presets and saved models are unchanged."""
-    found: list[str] = []
+    expanded: list[str] = []
     for name in names:
         kind = name.startswith("hybrid-")
         sized = [x for x in PRESETS if x.endswith(f"-{name}") and ("-hybrid-" in x) == kind]
         if not sized and name not in PRESETS and not Path(name).is_dir():
             raise ValueError(f"there is no preset, size or folder {name}; presets are {', '.join(PRESETS)}")
-        found += sized or [name]
-    return list(dict.fromkeys(found))
+        expanded += sized or [name]
+    return list(dict.fromkeys(expanded))
 
 
 def blocks(models: list[str]) -> list[list[str]]:
     """The models grouped by block, those without online scaling first; each appears once."""
     configs = {name: load_config(name) for name in models}
-    found: dict[str, list[str]] = {block_of(config): [] for config in configs.values()}
+    by_block: dict[str, list[str]] = {block_of(config): [] for config in configs.values()}
     for name in sorted(configs, key=lambda name: configs[name].preconditioner is not None):
-        found[block_of(configs[name])].append(name)
-    return list(found.values())
+        by_block[block_of(configs[name])].append(name)
+    return list(by_block.values())
 
 
 def build(block: list[str], device: str, dtype: torch.dtype = torch.float32) -> list[Timed]:
@@ -145,22 +145,22 @@ def summarise(block: list[Timed], tokens: int) -> list[dict[str, Any]]:
     """
     base = block[0] if block[0].identity.baseline else None
     rows: list[dict[str, Any]] = []
-    for one in block:
-        prefill, decode = (statistics.median(column) for column in zip(*one.times))
-        costs = describe_model(one.model)
+    for entry in block:
+        prefill, decode = (statistics.median(column) for column in zip(*entry.times))
+        costs = describe_model(entry.model)
         row = {
-            **one.identity.record(),
+            **entry.identity.record(),
             "tokens_per_second": tokens / (prefill + decode) * 1e3,
             "prefill_ms": prefill,
             "decode_ms": decode,
             "state_mib": costs.memory_mib(tokens),
             "compared_with": None,
-            "times_ms": one.times,
+            "times_ms": entry.times,
         }
-        if base is not None and one is not base:
+        if base is not None and entry is not base:
             row["compared_with"] = base.identity.model
             row["change"] = 100 * (row["tokens_per_second"] / rows[0]["tokens_per_second"] - 1)
-            ratios = [sum(theirs) / sum(ours) for theirs, ours in zip(base.times, one.times)]
+            ratios = [sum(theirs) / sum(ours) for theirs, ours in zip(base.times, entry.times)]
             row["paired_change"] = 100 * (statistics.median(ratios) - 1)
         rows.append(row)
     return rows

@@ -41,10 +41,10 @@ def _times(name: str, shape: dict[str, int]) -> tuple[float, float]:
 
     inputs = {x: draw(spec, B, H, T) for x, spec in row.inputs.items()}
     weights = {x: draw(spec, H) for x, spec in row.weights.items()}
-    leaves, found = [*inputs.values(), *weights.values()], []
+    leaves, milliseconds = [*inputs.values(), *weights.values()], []
     for stepwise in (True, False):
         start = time.process_time()
         o, _ = row.scan(inputs, weights, stepwise=stepwise)
         torch.autograd.grad(o.sum(), leaves)
-        found.append((time.process_time() - start) * 1e3)
-    return found[0], found[1]
+        milliseconds.append((time.process_time() - start) * 1e3)
+    return milliseconds[0], milliseconds[1]

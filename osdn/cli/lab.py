@@ -110,8 +110,8 @@ def task_command(name: str, task: dict[str, Any]) -> Callable[..., None]:
         "output": (Output, Path("runs/lab") / name),
     }
 
-    def command(**given: Any) -> None:
-        run_task(name, {field: given[field] for field in own}, given)
+    def command(**values: Any) -> None:
+        run_task(name, {field: values[field] for field in own}, values)
 
     command.__doc__ = task["help"]
     command.__annotations__ = {field: kind for field, (kind, _) in options.items()} | {"return": None}
@@ -149,10 +149,10 @@ def run_task(name: str, settings: dict[str, Any], options: dict[str, Any]) -> No
     runs = [Run(task, v, seed, *sizes) for v in chosen for seed in range(options["seeds"])]
     grouped = _experiment(name, runs, chosen, list(experiment.metrics), output, options["jobs"])
     results = by_label(grouped)
-    for label, mine in results.items():
-        if "sample" in mine[0]:
+    for label, finished in results.items():
+        if "sample" in finished[0]:
             console.rule(f"{title(label)} writes")
-            console.print(mine[0]["sample"], markup=False, highlight=False)
+            console.print(finished[0]["sample"], markup=False, highlight=False)
     figures = _figures(results, task)
     _save_figures(figures | _sweep_figures(grouped, list(experiment.metrics), options["eta"]), output)
 
@@ -171,7 +171,7 @@ def _figures(results: dict[str, Any], task: Any) -> dict[str, Any]:
         figures["accuracy"] = fig.accuracy_by_depth(results)
     elif "accuracy_2x" in first:
         figures["accuracy"] = fig.accuracy_by_length(results)
-    if any("log_q" in mine[0] for mine in results.values()):
+    if any("log_q" in runs[0] for runs in results.values()):
         boundaries = task.boundaries() if hasattr(task, "boundaries") else ()
         figures["residual"] = fig.residual_by_position(results, boundaries)
     return figures
@@ -286,14 +286,14 @@ def _sweep(
     from osdn.lab.variants import sweep
 
     try:
-        found = sweep(names, etas, [_bounds(box) for box in boxes], *gate)
-        for variant in found:
+        variants = sweep(names, etas, [_bounds(box) for box in boxes], *gate)
+        for variant in variants:
             variant.config(width=width)  # raises if no model can be built from it
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with plain_errors():
         writable_folder(output)
-    return found
+    return variants
 
 
 def _bounds(box: str) -> tuple[float, float]:
@@ -323,7 +323,7 @@ def _sweep_figures(results: "Results", metrics: list[str], etas: Sequence[float]
     """One figure per metric: its values against eta, one line per variant and box."""
     from osdn.results.lab_plots import step_size_sweep
 
-    swept = {variant: mine for variant, mine in results.items() if variant.eta is not None}
+    swept = {variant: runs for variant, runs in results.items() if variant.eta is not None}
     if len(etas) < 2 or not swept:
         return {}
     figures = {}
@@ -331,10 +331,10 @@ def _sweep_figures(results: "Results", metrics: list[str], etas: Sequence[float]
         if metric not in next(iter(swept.values()))[0]:
             continue
         lines: dict[str, list[Any]] = {}
-        for variant, mine in swept.items():
+        for variant, runs in swept.items():
             label = replace(variant, eta=None).label
-            lines.setdefault(label, []).append((variant.eta, [run[metric] for run in mine]))
-        levels = {v.label: mine for v, mine in results.items() if v.eta is None and metric in mine[0]}
+            lines.setdefault(label, []).append((variant.eta, [run[metric] for run in runs]))
+        levels = {v.label: runs for v, runs in results.items() if v.eta is None and metric in runs[0]}
         figures[f"eta_{metric}"] = step_size_sweep(lines, levels, metric)
     return figures
 
@@ -343,5 +343,5 @@ def _save_figures(figures: dict[str, Any], output: Path) -> None:
     from osdn.results.style import save
 
     save(figures, output)
-    words = f"wrote results, summary.csv, summary.json and {len(figures)} figures to {output}"
-    console.print(words, soft_wrap=True)
+    message = f"wrote results, summary.csv, summary.json and {len(figures)} figures to {output}"
+    console.print(message, soft_wrap=True)

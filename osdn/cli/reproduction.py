@@ -66,8 +66,8 @@ def _write(folder: Path) -> None:
     from osdn.reproduction.results import load
 
     content = load(folder)
-    page, *rest = write_report(content, folder)
-    verdicts = [one.verdict for one in findings(content)]
+    page, *others = write_report(content, folder)
+    verdicts = [finding.verdict for finding in findings(content)]
     for verdict, heading in HEADINGS.items():
         console.print(f"{verdicts.count(verdict):3} claims: {heading.lower()}", highlight=False)
-    console.print(f"{page}; beside it {', '.join(path.name for path in rest)}", soft_wrap=True)
+    console.print(f"{page}; beside it {', '.join(path.name for path in others)}", soft_wrap=True)

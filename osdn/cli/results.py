@@ -62,14 +62,14 @@ def plot(
     from osdn.results.store import read_run
 
     with plain_errors():
-        found = [read_run(run) for run in runs]
-        names = [run.model.model for run in found]
+        loaded = [read_run(run) for run in runs]
+        names = [run.model.model for run in loaded]
         labels = [
             run.model.model if names.count(run.model.model) == 1 else f"{run.model.model} ({run.folder})"
-            for run in found
+            for run in loaded
         ]
         writable_folder(output.parent)
-        plots.losses({label: run.lines for label, run in zip(labels, found)}).savefig(output, dpi=160)
+        plots.losses({label: run.lines for label, run in zip(labels, loaded)}).savefig(output, dpi=160)
     console.print(str(output), soft_wrap=True)
 
 

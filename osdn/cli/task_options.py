@@ -52,8 +52,8 @@ def _options(task: Any) -> dict[str, Any]:
 def field_docs(task: type) -> dict[str, str]:
     """What the docstring of a task says about each of its fields."""
     text = inspect.cleandoc(task.__doc__ or "").partition("Args:\n")[2]
-    found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text, flags=re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", words[:1].upper() + words[1:]) for name, words in found}
+    documented = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text, flags=re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", doc[:1].upper() + doc[1:]) for name, doc in documented}
 
 
 if __name__ == "__main__":

@@ -64,6 +64,6 @@ def tokenizer_train(
 
     with plain_errors():
         data = load_source(source, name=name, split=split, text_column=text_column, streaming=True)
-        found = train_tokenizer((row["text"] for row in data), vocab_size)
-        found.save_pretrained(output)
-        console.print(f"wrote {output}, a vocabulary of {len(found):,} tokens", soft_wrap=True)
+        trained = train_tokenizer((row["text"] for row in data), vocab_size)
+        trained.save_pretrained(output)
+        console.print(f"wrote {output}, a vocabulary of {len(trained):,} tokens", soft_wrap=True)

@@ -80,7 +80,7 @@ def _questions(kind: str, source: str) -> Dataset:
 
 def _find(source: str, pattern: str, key: str) -> Iterator[dict[str, Any]]:
     files, compiled = SourceFiles(source), re.compile(pattern, re.MULTILINE)
-    known = {found[2].strip() for text in files.texts("train") for found in compiled.finditer(text)}
+    known = {match[2].strip() for text in files.texts("train") for match in compiled.finditer(text)}
     questions = [
         question
         for text in files.texts("validation")
@@ -94,13 +94,13 @@ def _find(source: str, pattern: str, key: str) -> Iterator[dict[str, Any]]:
 
 def _ask(text: str, pattern: re.Pattern[str]) -> Iterator[Question]:
     """Some questions about a file; cue and answer occur once, and the cue does not hint at the answer."""
-    found = []
+    questions = []
     for match in pattern.finditer(text):
         cue, answer = match[1], match[2].strip()
         hints = [word for word in re.findall(r"[^\W_]{4,}", answer.lower()) if word in _letters(cue)]
         if SHORTEST <= len(answer) <= LONGEST and text.count(cue) == text.count(answer) == 1 and not hints:
-            found.append(Question(text, match.start(), cue, answer))
-    return iter(random.Random(zlib.crc32(text.encode())).sample(found, min(PER_FILE, len(found))))
+            questions.append(Question(text, match.start(), cue, answer))
+    return iter(random.Random(zlib.crc32(text.encode())).sample(questions, min(PER_FILE, len(questions))))
 
 
 def _letters(text: str) -> str:

@@ -159,16 +159,18 @@ def position_perplexity(
     """
     size = block // len(BUCKETS)
     rows_at_once = max(1, tokens_at_once // SEGMENT)
-    found: list[np.ndarray] = []  # the summed losses of each text, [blocks, buckets]
-    whole = (ids for ids in blocks(texts, tokenizer, block) if len(ids))
-    for done, ids in enumerate(processes.share(islice(whole, count)), 1):
-        found.append(np.concatenate([_bucket_sums(model, rows, size) for rows in ids.split(rows_at_once)]))
+    sums_of_texts: list[np.ndarray] = []  # [blocks, buckets] for each text
+    complete = (ids for ids in blocks(texts, tokenizer, block) if len(ids))
+    for done, ids in enumerate(processes.share(islice(complete, count)), 1):
+        sums_of_texts.append(
+            np.concatenate([_bucket_sums(model, rows, size) for rows in ids.split(rows_at_once)])
+        )
         if report:
             report(min(done * processes.count, count), count)
-    found = processes.gather(found)
-    if not found:
+    sums_of_texts = processes.gather(sums_of_texts)
+    if not sums_of_texts:
         raise ValueError(f"none of the texts has {block:,} tokens, the length of a block")
-    sums = np.concatenate(found)
+    sums = np.concatenate(sums_of_texts)
     labels = np.full(sums.shape, size)
     labels[:, 0] -= 1  # nothing predicts the first token
     scores = {name: perplexity(sums[:, i], labels[:, i]) for i, name in enumerate(BUCKETS)}

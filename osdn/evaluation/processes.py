@@ -53,9 +53,9 @@ class Processes:
         """Combine the results of all processes, in the order of the items; every process gets them."""
         if self.accelerator is None:
             return shares
-        found: list[Any] = [None] * self.count
-        torch.distributed.all_gather_object(found, shares)
-        return [found[i % self.count][i // self.count] for i in range(sum(map(len, found)))]
+        by_rank: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(by_rank, shares)
+        return [by_rank[i % self.count][i // self.count] for i in range(sum(map(len, by_rank)))]
 
     def total(self, number: int) -> int:
         """The sum over all processes."""

@@ -56,27 +56,27 @@ def without_cue(text: str, key: str) -> str:
 def read_twice(doc: dict[str, Any], tokenizer: Any, length: int) -> dict[str, Any]:
     """A prompt from a row of FDA or SWDE: "text", "key", "value"."""
     key, value = doc["key"].strip(), doc["value"].strip()
-    whole = without_cue(doc["text"], key)
-    text = cut(whole, value, tokenizer, length)
+    full = without_cue(doc["text"], key)
+    text = cut(full, value, tokenizer, length)
     Key = key[:1].upper() + key[1:]
     return {
         "prompt": f"Information about {Key}. {text}\n{text} {Key}:",
         "value": value,
-        "cut": len(text) < len(whole),
+        "cut": len(text) < len(full),
     }
 
 
 def read_twice_and_complete(doc: dict[str, Any], tokenizer: Any, length: int) -> dict[str, Any]:
     """A prompt from a row of SQuAD completion: "context", "question", "text" ending in a cue, "value"."""
     value = doc["value"].strip()
-    whole = doc["context"].partition("Question:")[0].strip()
-    context = cut(whole, value, tokenizer, length)
+    full = doc["context"].partition("Question:")[0].strip()
+    context = cut(full, value, tokenizer, length)
     # The text is the context plus the cue, so truncate the context there as well.
-    text = doc["text"].strip().replace(whole, context)
+    text = doc["text"].strip().replace(full, context)
     return {
         "prompt": f"{doc['question'].strip()} {context}\n{text}",
         "value": value,
-        "cut": len(context) < len(whole),
+        "cut": len(context) < len(full),
     }
 
 

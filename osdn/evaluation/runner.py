@@ -151,8 +151,8 @@ class Evaluation:
         else:
             rows = load_split(task.data, task.config, task.split, self.settings.data_dir)
         if task.name == PG19:
-            whole = (i for i, text in enumerate(rows["text"]) if self._has_block(text))
-            return rows.select(list(islice(whole, limit))).select_columns(["text"])
+            long_enough = (i for i, text in enumerate(rows["text"]) if self._has_block(text))
+            return rows.select(list(islice(long_enough, limit))).select_columns(["text"])
         if task.name == FINEWEB_EDU:
             count = min(limit or FINEWEB_DOCUMENTS, len(rows), FINEWEB_DOCUMENTS)
             return rows.select(range(len(rows) - count, len(rows))).select_columns(["text"])
@@ -174,14 +174,14 @@ class Evaluation:
             if task.name in self.done and task.name not in self.again:
                 different = self._differences(task, self.done[task.name])
                 if different:
-                    held = f"{task.name} with other settings ({'; '.join(different)})"
-                    raise ValueError(f"{self.folder} holds {held}; {OTHERWISE}")
+                    contents = f"{task.name} with other settings ({'; '.join(different)})"
+                    raise ValueError(f"{self.folder} holds {contents}; {OTHERWISE}")
 
     def _differences(self, task: Task, before: dict[str, Any]) -> list[str]:
-        wanted = self._protocol(task)
+        protocol = self._protocol(task)
         different = [
             f"{key} {before['protocol'].get(key)}, now {x}"
-            for key, x in wanted.items()
+            for key, x in protocol.items()
             if before["protocol"].get(key) != x
         ]
         if different:
@@ -258,7 +258,7 @@ class Evaluation:
             for part in entries.values()
             for column, value in part["results"].items()
         }
-        everything = derive(scores)
+        derived = derive(scores)
         content = {
             "kind": "evaluation",
             "suite": suite,
@@ -267,8 +267,8 @@ class Evaluation:
             "seed": harness.SEED,
             "device": self.settings.device,
             "complete": len(entries) == len(SUITES[suite]),
-            "results": {column: score.value for column, score in everything.items()},
-            "errors": {c: score.error for c, score in everything.items() if score.error is not None},
+            "results": {column: score.value for column, score in derived.items()},
+            "errors": {c: score.error for c, score in derived.items() if score.error is not None},
             "missing": missing,
             "tasks": entries,
         }

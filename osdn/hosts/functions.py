@@ -134,8 +134,8 @@ def recurrent_mask(original: Function) -> Function:
     def replacement(*args: Any, **kwargs: Any) -> Tensor | None:
         mask = original(*args, **kwargs)
         position_ids, embeds = kwargs.get("position_ids"), kwargs.get("inputs_embeds")
-        asked = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-        if mask is not None or asked != (None, None) or position_ids is None or embeds is None:
+        mask_and_cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        if mask is not None or mask_and_cache != (None, None) or position_ids is None or embeds is None:
             return mask
         if torch.compiler.is_compiling() or not on_cpu(position_ids, embeds) or position_ids.ndim != 2:
             return mask

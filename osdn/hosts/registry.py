@@ -181,15 +181,15 @@ def _delta_rule(
 
 
 def _gradients(
-    function: Function, given: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]
+    function: Function, tensors: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the given tensors that are not None, for the gradients of the function's results."""
-    leaves = [None if x is None else x.detach().requires_grad_() for x in given]
+    """Gradients of the tensors that are not None, from the gradients of the function's results."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
     with torch.enable_grad():
         outputs = [y for y, grad in zip(function(*leaves), grads) if grad is not None]
-    wanted, incoming = [x for x in leaves if x is not None], [x for x in grads if x is not None]
-    found = iter(torch.autograd.grad(outputs, wanted, incoming))
-    return tuple(None if x is None else next(found) for x in leaves)
+    inputs, incoming = [x for x in leaves if x is not None], [x for x in grads if x is not None]
+    input_grads = iter(torch.autograd.grad(outputs, inputs, incoming))
+    return tuple(None if x is None else next(input_grads) for x in leaves)
 
 
 # ----------------------------------------------------------------------------------------- the convolution

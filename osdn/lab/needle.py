@@ -74,8 +74,8 @@ class NeedleTask(SyntheticTask):
         _, _, starts = self._placed(self.evaluation, evaluation_generator())
         bins = starts.flatten() * DEPTHS // (self.length - 2 * self.needles)  # in the order of the questions
         right = answers(self, model)
-        found = []
+        rows = []
         for depth in range(DEPTHS):
-            here = right[bins == depth].mean().item()
-            found.append({"length": self.length, "depth": (depth + 0.5) / DEPTHS, "accuracy": here})
-        return found
+            share = right[bins == depth].mean().item()
+            rows.append({"length": self.length, "depth": (depth + 0.5) / DEPTHS, "accuracy": share})
+        return rows

@@ -120,22 +120,22 @@ class RecallTask(SyntheticTask):
         ]
         by_size = {r["pairs"] / self.pairs: r["accuracy"] for r in rows if r["passes"] == self.passes}
         prompts, _ = self.sample(32, evaluation_generator())
-        found = {"accuracy": by_size[1], "grid": rows, **write_statistics(model, prompts)}
+        metrics = {"accuracy": by_size[1], "grid": rows, **write_statistics(model, prompts)}
         if 2 in by_size:  # a harder task than in training
-            found["accuracy_2x"] = by_size[2]
+            metrics["accuracy_2x"] = by_size[2]
         settings = model.config.preconditioner
         if seed == 0 and settings is not None and "rule" not in settings:  # one is enough for the figure
             scale = scales(model, prompts[:1]).transpose(0, 1).flatten(1)  # [T, layers * HV * K]
-            found["scale"] = [[round(d, 4) for d in token] for token in scale.tolist()]
-        return found
+            metrics["scale"] = [[round(d, 4) for d in token] for token in scale.tolist()]
+        return metrics
 
     def grid(self) -> list["RecallTask"]:
         """This task with half to four times the pairs and with fewer passes; lengths grow with the pairs."""
-        found = []
+        tasks = []
         for factor in (0.5, 1, 2, 3, 4):
             pairs, overwrites = max(1, int(self.pairs * factor)), int(self.overwrites * factor)
             if pairs + overwrites < self.vocab_size // 2:
                 length = max(self.length, self.length * pairs // self.pairs)
                 sizes = {"pairs": pairs, "overwrites": overwrites, "length": length}
-                found += [replace(self, **sizes, passes=n) for n in range(1, self.passes + 1)]
-        return found
+                tasks += [replace(self, **sizes, passes=n) for n in range(1, self.passes + 1)]
+        return tasks

@@ -65,9 +65,9 @@ class Trial:
 
     def record(self) -> dict[str, Any]:
         """The trial as it is recorded in a result."""
-        found = {x.name: getattr(self, x.name) for x in fields(self)}
+        settings = {x.name: getattr(self, x.name) for x in fields(self)}
         task = asdict(self.task)
-        return found | {"task": task | {"folder": ""} if "folder" in task else task}
+        return settings | {"task": task | {"folder": ""} if "folder" in task else task}
 
 
 TRIALS = (
@@ -197,7 +197,7 @@ def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
 
 def planned(protocol: Protocol, folder: Path) -> list[tuple[Trial, list[Run]]]:
     """The runs that are left, by trial; until tuning ends, the first grid point stands in for the best."""
-    found = []
+    plan = []
     for trial in protocol.trials:
         runs: list[Run] = []
         for contestant in protocol.contestants:
@@ -206,8 +206,8 @@ def planned(protocol: Protocol, folder: Path) -> list[tuple[Trial, list[Run]]]:
             chosen = grid[0][0] if left else choose(trial, grid, folder)
             judged = protocol.judging(trial, chosen)
             runs += left + (judged if left else missing(judged, folder))
-        found.append((trial, runs))
-    return found
+        plan.append((trial, runs))
+    return plan
 
 
 class Clock:
@@ -277,7 +277,7 @@ def judge(contest: Contest, outcome: Outcome) -> list[dict[str, Any]]:
     for budget, (trial, contestant) in product(BUDGETS, contest.cells()):
         baseline = contest.baseline(contestant)
         at = BUDGETS.index(budget)
-        mine, theirs = (
+        ours, theirs = (
             [run["budgets"][at] for run in outcome[trial.name, name]] for name in (contestant, baseline)
         )
         row: dict[str, Any] = {
@@ -286,11 +286,11 @@ def judge(contest: Contest, outcome: Outcome) -> list[dict[str, Any]]:
             "contestant": contestant,
             "baseline": baseline,
             "budget": budget,
-            "value": asdict(estimate([run[trial.metric] for run in mine])),
+            "value": asdict(estimate([run[trial.metric] for run in ours])),
             "difference": None,
         }
         if contestant != baseline:
-            scores = [[trial.score(run) for run in runs] for runs in (mine, theirs)]
+            scores = [[trial.score(run) for run in runs] for runs in (ours, theirs)]
             row |= {"difference": asdict(paired_difference(*scores)), "t_p": t_test(*scores)}
         rows.append(row)
     for budget in BUDGETS:
@@ -302,7 +302,7 @@ def judge(contest: Contest, outcome: Outcome) -> list[dict[str, Any]]:
 
 def tuned(protocol: Protocol, folder: Path) -> list[dict[str, Any]]:
     """The tuned settings, their mean score on the tuning seeds, and the best score without a bias."""
-    found = []
+    rows = []
     for trial, contestant in protocol.cells():
         grid = protocol.tuning(trial, contestant)
         scores = {
@@ -312,7 +312,7 @@ def tuned(protocol: Protocol, folder: Path) -> list[dict[str, Any]]:
             for runs in grid
         }
         chosen = choose(trial, grid, folder)
-        found.append(
+        rows.append(
             {
                 "trial": trial.name,
                 "contestant": contestant,
@@ -322,7 +322,7 @@ def tuned(protocol: Protocol, folder: Path) -> list[dict[str, Any]]:
                 "score_without_bias": max(s for (_, bias), s in scores.items() if bias is None),
             }
         )
-    return found
+    return rows
 
 
 def parameters(protocol: Protocol, contestant: str) -> int:
@@ -333,15 +333,15 @@ def parameters(protocol: Protocol, contestant: str) -> int:
 
 def diagnose(contest: Contest, outcome: Outcome) -> list[dict[str, Any]]:
     """Write statistics of the trained models, as means over the judged seeds, where a rule has them."""
-    found = []
+    rows = []
     for trial, contestant in contest.cells():
         runs = outcome[trial.name, contestant]
         row: dict[str, Any] = {"trial": trial.name, "contestant": contestant}
         for name in ("beta", "key_scale", "decay", "q_geo"):
             if name in runs[0]:
                 row[name] = fmean(run[name] for run in runs)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def run_referee(protocol: Protocol, folder: Path, progress: Progress, jobs: int | None) -> dict[str, Any]:

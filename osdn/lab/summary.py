@@ -37,12 +37,12 @@ def group(variants: Sequence[Variant], results: Sequence[dict[str, Any]]) -> Res
 def summarize(results: Results, metrics: Sequence[str]) -> list[Row]:
     """Every metric of every variant."""
     rows = []
-    for variant, mine in results.items():
+    for variant, runs in results.items():
         baseline = baseline_of(variant, list(results))
         for metric in metrics:
-            if metric not in mine[0]:  # a row of the zoo has no residual ratio
+            if metric not in runs[0]:  # a row of the zoo has no residual ratio
                 continue
-            values = [result[metric] for result in mine]
+            values = [result[metric] for result in runs]
             theirs = [result[metric] for result in results[baseline] if metric in result]
             difference = paired_difference(values, theirs) if theirs and variant != baseline else None
             rows.append(Row(variant.label, metric, estimate(values), baseline.label, difference))
@@ -51,7 +51,7 @@ def summarize(results: Results, metrics: Sequence[str]) -> list[Row]:
 
 def by_label(results: Results) -> dict[str, list[dict[str, Any]]]:
     """The results by label, as figures expect them."""
-    return {variant.label: mine for variant, mine in results.items()}
+    return {variant.label: runs for variant, runs in results.items()}
 
 
 def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -93,8 +93,8 @@ def write(results: Results, rows: Sequence[Row], folder: Path, name: str) -> Non
             for g in _first(results).get("grid", [])
         ]
         out.writerow(["variant", "seed", *metrics, *grid])
-        for variant, mine in results.items():
-            for run in mine:
+        for variant, runs in results.items():
+            for run in runs:
                 accuracies = [g["accuracy"] for g in run.get("grid", [])]
                 values = [run.get(metric, "") for metric in metrics]
                 out.writerow([variant.label, run["settings"]["seed"], *values, *accuracies])

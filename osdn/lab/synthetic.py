@@ -61,10 +61,10 @@ class SyntheticTask(TokenTask):
     @torch.no_grad()
     def evaluate(self, model: Any, seed: int) -> dict[str, Any]:
         """Accuracy on this task and on harder ones, and the statistics of the layers' writes."""
-        found: dict[str, Any] = {"accuracy": accuracy(self, model)}
-        found |= {f"accuracy_{name}": accuracy(task, model) for name, task in self.harder().items()}
+        metrics: dict[str, Any] = {"accuracy": accuracy(self, model)}
+        metrics |= {f"accuracy_{name}": accuracy(task, model) for name, task in self.harder().items()}
         prompts, _ = self.sample(min(32, self.evaluation), evaluation_generator())
-        return found | write_statistics(model, prompts)
+        return metrics | write_statistics(model, prompts)
 
 
 def accuracy(task: SyntheticTask, model: Any) -> float:

@@ -68,15 +68,15 @@ class TextTask(TokenTask):
         """Validation loss by position and beyond the trained length, write statistics, and a text sample."""
         windows = self._windows(self.evaluation, self.length)
         by_position = _loss_by_position(model, windows)
-        found = {}
+        longer_losses = {}
         if self.longest > 1:
             longer = self._windows(max(1, self.evaluation // self.longest), self.longest * self.length)
             losses = _loss_by_position(model, longer)
             for factor in (f for f in (2, 4, 8) if f <= self.longest):  # the second half of each length
                 part = losses[factor * self.length // 2 : factor * self.length]
-                found[f"loss_{factor}x"] = part.mean().item()
+                longer_losses[f"loss_{factor}x"] = part.mean().item()
         return {
-            **found,
+            **longer_losses,
             "loss": by_position.mean().item(),
             "perplexity": by_position.mean().exp().item(),
             "loss_by_position": by_position.tolist(),

@@ -140,13 +140,13 @@ def execute(run: Run, on_step: OnStep | None = None) -> dict[str, Any]:
     if not run.budgets:
         model, curve = train(run, on_step)
         return {"settings": run.settings(), "curve": curve, **run.task.evaluate(model, run.seed)}
-    found = []
+    by_budget = []
     for learner in train_in_budgets(run, on_step):
         measured = run.task.evaluate(learner.model, run.seed)
         numbers = {name: round(x, 6) for name, x in measured.items() if isinstance(x, float)}
-        found.append({"steps": learner.step, **numbers})
+        by_budget.append({"steps": learner.step, **numbers})
     writes = {"writes": measured["writes"]} if "writes" in measured else {}
-    return {"settings": run.settings(), **found[-1], "budgets": found, **writes}
+    return {"settings": run.settings(), **by_budget[-1], "budgets": by_budget, **writes}
 
 
 def build(run: Run) -> Any:
@@ -158,8 +158,8 @@ def build(run: Run) -> Any:
     if run.variant.row is not None:
         model = causal_lm(run.variant.row, config)
     else:
-        nothing = {"preconditioner": None, "update_rule": None}
-        plain = OSDNForCausalLM(type(config)(**config.to_diff_dict() | nothing))
+        no_change = {"preconditioner": None, "update_rule": None}
+        plain = OSDNForCausalLM(type(config)(**config.to_diff_dict() | no_change))
         model = OSDNForCausalLM(config)
         shapes = {name: x.shape for name, x in model.state_dict().items()}
         shared = {name: x for name, x in plain.state_dict().items() if shapes[name] == x.shape}

@@ -162,14 +162,14 @@ def sweep(
     write_scale: float = 1.0,
 ) -> list[Variant]:
     """Every name once, or once per step size and box if it scales online."""
-    found = []
+    variants = []
     for name in names:
         if not Variant(name).scales:
-            found.append(Variant(name, None, None, beta_bias, write_scale))
+            variants.append(Variant(name, None, None, beta_bias, write_scale))
             continue
         swept = product(etas or (None,), boxes or (None,))
-        found += [Variant(name, eta, box, beta_bias, write_scale) for eta, box in swept]
-    return list(dict.fromkeys(found))
+        variants += [Variant(name, eta, box, beta_bias, write_scale) for eta, box in swept]
+    return list(dict.fromkeys(variants))
 
 
 def baseline_of(variant: Variant, present: Sequence[Variant]) -> Variant:

@@ -43,8 +43,8 @@ def _around(base: Setting, lengths: Sequence[int]) -> list[Setting]:
         *({"heads": h, "change": f"{base.width // h} key channels"} for h in (4, 1)),
         *({"task": replace(base.task, length=n), "change": f"length {n}"} for n in lengths),
     ]
-    found = [base, *(replace(base, **change) for change in changes)]
-    return [replace(s, name=f"{s.group}, {s.change}") for s in found]
+    settings = [base, *(replace(base, **change) for change in changes)]
+    return [replace(s, name=f"{s.group}, {s.change}") for s in settings]
 
 
 TEXT = Setting("", TextTask("", length=128), 240, 8, "loss", lower_is_better=True, group="text")
@@ -92,10 +92,10 @@ def planned(study: Study, folder: Path) -> list[tuple[Trial, list[Run]]]:
 def run_study(study: Study, folder: Path, progress: Progress, jobs: int | None) -> dict[str, Any]:
     """Run what is missing and compare; finished runs are read from their files."""
     cells = study.all_runs()
-    runs = [run for mine in cells.values() for run in mine]
+    runs = [run for cell_runs in cells.values() for run in cell_runs]
     bar = progress.add_task("write gate", total=sum(map(cost, runs)), live="")
     results = iter(run_all(runs, folder, progress, bar, jobs))
-    outcome = {(s.name, name): [next(results) for _ in mine] for (s, name), mine in cells.items()}
+    outcome = {(s.name, name): [next(results) for _ in cell_runs] for (s, name), cell_runs in cells.items()}
     return {
         "kind": "write-gate",
         "seeds": study.seeds,

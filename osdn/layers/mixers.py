@@ -287,7 +287,7 @@ class TokenMixer(nn.Module):
         return inputs, [q_tail, k_tail, v_tail]
 
     def state_shapes(self, N: int) -> tuple[Any, ...]:
-        """The shapes of a `MixerState` of N sequences, in its order; None for what this mixer has not."""
+        """The shapes of a `MixerState` of N sequences, in its order; None for what this mixer lacks."""
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         recurrent = (N, self.num_v_heads, self.head_k_dim, self.head_v_dim)
         scale = None if self.preconditioner is None else (N, *self.preconditioner.state_shape)
@@ -298,10 +298,10 @@ class TokenMixer(nn.Module):
         if not isinstance(state, tuple) or len(state) != len(MixerState._fields):
             raise ValueError(f"state is a {type(state).__name__}; it must be what an earlier call returned")
         for name, x, shape in zip(MixerState._fields, state, self.state_shapes(N)):
-            found = None if x is None else tuple(x.shape)
-            if found != shape:
+            actual = None if x is None else tuple(x.shape)
+            if actual != shape:
                 raise ValueError(
-                    f"state.{name} has shape {found}; for {N} sequences of this mixer it must be {shape}"
+                    f"state.{name} has shape {actual}; for {N} sequences of this mixer it must be {shape}"
                 )
         return MixerState(*state)
 
@@ -317,7 +317,7 @@ class TokenMixer(nn.Module):
         return ()
 
     def inner_gate_layers(self) -> tuple[nn.Module, ...]:
-        """Those that read what `gate_layers` give, if there are any."""
+        """The layers that read the outputs of `gate_layers`, if there are any."""
         return ()
 
 

@@ -175,15 +175,15 @@ def for_strength(settings: Settings | Mapping[str, Any], strongest: float) -> Se
     """
     if strongest > 1 and isinstance(settings, Mapping) and not settings.keys() & {"bounds", "rule"}:
         settings = {**settings, "bounds": (0.5, 2 / strongest)}
-    made = PreconditionerConfig.of(settings)
-    if isinstance(made, PreconditionerConfig) and strongest > 1:
-        free = made.bounds is None or made.initial_scale == "free"
-        if free or (made.bounds is not None and made.bounds[1] * strongest > 2):
+    config = PreconditionerConfig.of(settings)
+    if isinstance(config, PreconditionerConfig) and strongest > 1:
+        free = config.bounds is None or config.initial_scale == "free"
+        if free or (config.bounds is not None and config.bounds[1] * strongest > 2):
             raise ValueError(
                 f"write strengths reach {strongest:g}, so the scale must not exceed {2 / strongest:g}; "
-                f"bounds is {made.bounds} and initial_scale {made.initial_scale!r}: change them"
+                f"bounds is {config.bounds} and initial_scale {config.initial_scale!r}: change them"
             )
-    return made
+    return config
 
 
 class Retention(Linear):

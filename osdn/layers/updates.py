@@ -191,7 +191,7 @@ UPDATES = (*STEPS, *KEYS, f"{PRODUCT}2")
 
 
 def check_update(name: Any, preconditioner: Any = None) -> None:
-    """Refuse what is no update, and two changes of one write."""
+    """Reject unknown updates, and an update together with a preconditioner."""
     if name is None:
         return
     known = isinstance(name, str) and (name in UPDATES or _writes(name) is not None)
@@ -213,15 +213,15 @@ def make_update(name: str | None, num_heads: int, head_k_dim: int, head_v_dim: i
         return None
     sizes = (num_heads, head_k_dim, head_v_dim)
     if name in STEPS:
-        found: Update = StepOfLength(STEPS[name], *sizes)
+        update: Update = StepOfLength(STEPS[name], *sizes)
     elif name in KEYS:
-        found = KEYS[name](*sizes)
+        update = KEYS[name](*sizes)
     else:
         writes = _writes(name)
-        assert writes is not None  # `check_update` saw to it
-        found = DeltaProduct(writes, *sizes)
-    found.name = name
-    return found
+        assert writes is not None  # `check_update` has checked the name
+        update = DeltaProduct(writes, *sizes)
+    update.name = name
+    return update
 
 
 def _writes(name: str) -> int | None:
@@ -230,6 +230,6 @@ def _writes(name: str) -> int | None:
 
 
 def _per_value_head(x: Tensor, heads: int) -> Tensor:
-    """Of `[B, T, H, ...]`, a copy per value head."""
+    """`[B, T, H, ...]` repeated to one copy per value head."""
     groups = heads // x.shape[2]
     return x if groups == 1 else x.repeat_interleave(groups, 2)

@@ -79,7 +79,7 @@ class Decoder:
         return self.key == _key(x) and self.snapshot.holds()
 
     def _assemble(self, model: "OSDNModel", program: Program) -> Tensor:
-        """Adds the kernels of all layers; the buffer that the outputs `[N, D]` will be in."""
+        """Add the kernels of all layers; return the buffer that the outputs `[N, D]` will be in."""
         hidden = self.hidden
 
         def linears(pairs: list[tuple[nn.Module, Tensor]]) -> list[Tensor]:
@@ -101,10 +101,10 @@ class Decoder:
         return _norm(program, model.norm, hidden)
 
     def states(self, cache: Cache) -> States | None:
-        """The states of all layers, if the kernels can move them on where they lie."""
+        """The states of all layers, if the kernels can update them in place."""
         if self.program is None or len(cache.layers) != len(self.shapes):
             return None
-        found = []
+        all_states = []
         dtypes = (*[self.hidden.dtype] * 3, *[wide(self.hidden.dtype)] * 2)
         for layer, shapes in zip(cache.layers, self.shapes):
             if type(layer) is not DeltaRuleCacheLayer or layer.record_past or layer.unread is not None:
@@ -118,8 +118,8 @@ class Decoder:
                     return None
                 if x is not None and (x.dtype != dtype or not _writable(x)):
                     return None
-            found.append(states)
-        return found
+            all_states.append(states)
+        return all_states
 
     def run(self, x: Tensor, states: States) -> Tensor:
         assert self.program is not None
@@ -132,16 +132,16 @@ _decoders: "WeakKeyDictionary[OSDNModel, Decoder]" = WeakKeyDictionary()
 
 
 class NotPlainError(Exception):
-    """A layer does something else than its kernel would."""
+    """A layer computes something other than its kernel would."""
 
 
 class Snapshot:
-    """What a program takes over from a model: its layers, where their weights lie, and their settings."""
+    """The parts of a model that a program depends on: layers, addresses of weights, and settings."""
 
     def __init__(self, model: "OSDNModel") -> None:
         self.modules = [m for top in (model.layers, model.norm) for m in top.modules()]
         self.counts = [len(m._modules) for m in self.modules]
-        self.entries: list[tuple[Any, str, Any]] = []  # a table of a module, a name in it, what it stands for
+        self.entries: list[tuple[Any, str, Any]] = []  # a dictionary of a module, a key in it, its value
         for m in self.modules:
             self.entries += [(m._modules, *item) for item in m._modules.items()]
             self.entries += [(m._parameters, *item) for item in m._parameters.items()]
@@ -151,7 +151,7 @@ class Snapshot:
         self.addresses = [(x, x.data_ptr(), x.dtype) for x in tensors if x is not None]
 
     def holds(self) -> bool:
-        """Whether all of it is still so; asked for every token, so it must be quick."""
+        """Whether nothing has changed; called for every token, so it must be quick."""
         return (
             not any(has_hooks(m) for m in self.modules)
             and self.counts == [len(m._modules) for m in self.modules]
@@ -181,7 +181,7 @@ def _empty_state(mixer: TokenMixer, rows: int, dtype: torch.dtype) -> MixerState
 
 
 def _writable(x: Tensor) -> bool:
-    """Whether a kernel may write over it; what inference mode has made, only that may change."""
+    """Whether a kernel may overwrite it; a tensor made in inference mode may change only there."""
     changeable = not x.is_inference() or torch.is_inference_mode_enabled()
     return changeable and x.is_contiguous() and x.device.type == "cpu" and type(x) is Tensor
 

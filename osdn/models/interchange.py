@@ -170,10 +170,11 @@ def config_from_flash_linear_attention(
     fixed = FIXED | fixed
     handled = {*SAME, *TRANSLATED, *OWN[kind], *fixed}
     if unknown := sorted(settings.keys() - handled - set(WITHOUT_EFFECT)):
-        found = ", ".join(f"{k} = {settings[k]!r}" for k in unknown)
+        unknown_settings = ", ".join(f"{k} = {settings[k]!r}" for k in unknown)
         raise ValueError(
-            f"this {kind} model cannot be loaded: it has {found}, whose meaning is not known; known keys are "
-            f"{', '.join(sorted(handled))}, and those without effect are {', '.join(WITHOUT_EFFECT)}"
+            f"this {kind} model cannot be loaded: it has {unknown_settings}, whose meaning is not known; "
+            f"known keys are {', '.join(sorted(handled))}, and those without effect are "
+            f"{', '.join(WITHOUT_EFFECT)}"
         )
     settings = {**defaults, **settings}
     different = [
@@ -216,7 +217,7 @@ def _hybrid(attn: Any, layers: int) -> dict[str, Any]:
     """Translate its `attn` (None, a dictionary or a list of them) into our `layer_types` and `attention`."""
     if not attn:
         return {}
-    kinds, found = ["linear_attention"] * layers, []
+    kinds, attention_settings = ["linear_attention"] * layers, []
     windows = set()
     for spec in [attn] if isinstance(attn, Mapping) else attn:
         if unknown := sorted(set(spec) - set(ATTENTION)):
@@ -231,15 +232,15 @@ def _hybrid(attn: Any, layers: int) -> dict[str, Any]:
             kinds[i] = FULL if window is None else SLIDING
         windows |= {window} - {None}
         settings = {k: spec[k] for k in ("num_heads", "num_kv_heads", "qkv_bias", "qk_norm") if k in spec}
-        found.append(settings | {"rope_theta": spec.get("rope_theta", 10_000.0)})
-    if any(settings != found[0] for settings in found) or len(windows) > 1:
+        attention_settings.append(settings | {"rope_theta": spec.get("rope_theta", 10_000.0)})
+    if any(settings != attention_settings[0] for settings in attention_settings) or len(windows) > 1:
         raise ValueError(f"attn = {attn!r}: attention layers may only differ in whether they have the window")
-    if found[0]["rope_theta"] is None:
+    if attention_settings[0]["rope_theta"] is None:
         raise ValueError("attn.rope_theta is None, but attention in flash-linear-attention needs positions")
-    norm = {"qk_norm_eps": QK_NORM_EPS} if found[0].get("qk_norm") else {}
+    norm = {"qk_norm_eps": QK_NORM_EPS} if attention_settings[0].get("qk_norm") else {}
     return {
         "layer_types": kinds,
-        "attention": found[0] | norm | {"window": windows.pop() if windows else None},
+        "attention": attention_settings[0] | norm | {"window": windows.pop() if windows else None},
     }
 
 
@@ -248,14 +249,18 @@ def _attn(config: OSDNConfig) -> dict[str, Any] | list[dict[str, Any]] | None:
     if config.attention is None:
         return None
     settings = config.attention
-    wanted = {"qk_norm": False, "output_gate": False, "head_dim": config.hidden_size // settings["num_heads"]}
-    if different := [f"{k} = {settings[k]!r}" for k, v in wanted.items() if settings[k] != v]:
+    supported = {
+        "qk_norm": False,
+        "output_gate": False,
+        "head_dim": config.hidden_size // settings["num_heads"],
+    }
+    if different := [f"{k} = {settings[k]!r}" for k, v in supported.items() if settings[k] != v]:
         raise ValueError(f"the attention of flash-linear-attention has no {', '.join(different)}")
     if settings["rope_theta"] is None:
         raise ValueError("rope_theta is None, but attention in flash-linear-attention needs positions")
     specs = [
         {
-            "layers": [i for i, found in enumerate(config.layer_types) if found == kind],
+            "layers": [i for i, layer_type in enumerate(config.layer_types) if layer_type == kind],
             "window_size": settings["window"] if kind == SLIDING else None,
             **{k: settings[k] for k in ("num_heads", "num_kv_heads", "qkv_bias", "rope_theta")},
         }

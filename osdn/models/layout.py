@@ -137,9 +137,9 @@ def _padding_mask(B: int, T: int, attention_mask: Tensor | None) -> Tensor | Non
 def _restarts(layout: Layout, position_ids: Tensor | None, seq_idx: Tensor | None) -> tuple[Tensor, Tensor]:
     """Flags between the row's tokens: where another row of the batch starts, and where another sequence."""
     B, T = layout.B, layout.T
-    given = position_ids if position_ids is not None else seq_idx
-    assert given is not None
-    rows = torch.arange(B, device=given.device)[:, None].expand(B, T)
+    ids = position_ids if position_ids is not None else seq_idx
+    assert ids is not None
+    rows = torch.arange(B, device=ids.device)[:, None].expand(B, T)
     if layout.padding is not None:
         rows = rows.masked_fill(layout.padding, B)
 

@@ -25,8 +25,8 @@ def summed_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """
     rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not tracing.is_traced([x, labels]):
-        wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
-        return _BFloat16CrossEntropy.apply(x, weight, labels, rows, wanted)
+        needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
+        return _BFloat16CrossEntropy.apply(x, weight, labels, rows, needs_grad)
     options = nn.LinearCrossEntropyOptions(
         batch_chunk_size=rows, allow_retain_graph=torch.compiler.is_compiling()
     )
@@ -42,17 +42,19 @@ class _BFloat16CrossEntropy(torch.autograd.Function):
     """Loss and gradients in one pass, so that no logits are kept; the backward only scales the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, rows: int, wanted: list[bool]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, rows: int, needs_grad: list[bool]
+    ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32)
-        x_grad = torch.empty_like(x) if wanted[0] else None
-        weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32) if wanted[1] else None
+        x_grad = torch.empty_like(x) if needs_grad[0] else None
+        weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32) if needs_grad[1] else None
         for start in range(0, len(x), rows):
             chunk = slice(start, start + rows)
             counts = (labels[chunk] != IGNORED_LABEL).unsqueeze(1)
             answers = labels[chunk].unsqueeze(1).where(counts, 0)
             scores = F.linear(x[chunk], weight).log_softmax(-1, dtype=torch.float32)
             loss -= (scores.gather(1, answers) * counts).sum()
-            if not any(wanted):
+            if not any(needs_grad):
                 continue
             scores.exp_().scatter_add_(1, answers, scores.new_full(answers.shape, -1))
             grad = scores.mul_(counts).to(x.dtype)

@@ -211,9 +211,9 @@ class OSDNModel(OSDNPreTrainedModel):
             attentions=None if weights is None else tuple(weights),
         )
 
-    def _weights(self, wanted: bool | None) -> list[Tensor | None] | None:
+    def _weights(self, output_attentions: bool | None) -> list[Tensor | None] | None:
         """A list for the weights of attention layers, if they are requested."""
-        if not (self.config.output_attentions if wanted is None else wanted):
+        if not (self.config.output_attentions if output_attentions is None else output_attentions):
             return None
         if self.config.attention is None:
             raise ValueError("output_attentions=True: this model has no attention weights; leave it out")

@@ -119,17 +119,17 @@ LAYERS: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "int4": Int4Line
 def quantize(model: nn.Module, weights: str) -> nn.Module:
     """Replace the large linear layers of `model`, which must be on a CPU, by ones of "int8" or "int4"."""
     _check(weights)
-    found = [
+    layers = [
         (name, module)
         for name, module in model.named_modules()
         if type(module) in (nn.Linear, Linear) and _is_large(module) and not set(GATES) & set(name.split("."))
     ]
-    if not found:
+    if not layers:
         raise ValueError(
             f"no linear layer can be stored in {weights}: its outputs must be a multiple of {MULTIPLE}, its "
             f"inputs of {GROUP}"
         )
-    for name, module in found:
+    for name, module in layers:
         if module.weight.device.type != "cpu":
             raise ValueError(f"{name} is on {module.weight.device}; packed weights are for CPUs")
         parent, _, leaf = name.rpartition(".")

@@ -1,6 +1,6 @@
-"""What the operators accept.  Every refusal names the argument, what it was and what it must be.
+"""What the operators accept.  Every error names the argument, what it was and what it must be.
 
-Only shapes, dtypes, devices and plain numbers are looked at here, so that `torch.compile` traces through;
+Only shapes, dtypes, devices and plain numbers are checked here, so that `torch.compile` can trace it;
 the values in `cu_seqlens` are checked by `boundaries` when a backend runs.
 """
 
@@ -194,13 +194,13 @@ def boundaries(cu_seqlens: Tensor, T: int) -> tuple[int, ...]:
     """The values of `cu_seqlens`, checked: from 0 to T, never decreasing."""
     if cu_seqlens.is_meta:
         raise ValueError("cu_seqlens is on the meta device; it must be where its values can be read")
-    # Reading waits for a GPU, and every layer of a model passes the same tensor.  A tensor of inference mode
-    # does not count its changes.
-    kept = _reading_waits(cu_seqlens) and not cu_seqlens.is_inference()
-    version, cuts = _read.get(cu_seqlens, (None, [])) if kept else (None, [])
+    # Reading waits for a GPU, and every layer of a model passes the same tensor.  A tensor made in inference
+    # mode has no version counter, so its values cannot be cached.
+    cached = _reading_waits(cu_seqlens) and not cu_seqlens.is_inference()
+    version, cuts = _read.get(cu_seqlens, (None, [])) if cached else (None, [])
     if version is None or version != cu_seqlens._version:
         cuts = cu_seqlens.tolist()
-        if kept:
+        if cached:
             _read[cu_seqlens] = (cu_seqlens._version, cuts)
     if cuts[0] != 0:
         raise ValueError(f"cu_seqlens starts at {cuts[0]}; it must start at 0")

@@ -44,18 +44,20 @@ def precondition_keys(
     for first in range(0, len(steps), CHUNK):
         scan = partial(_scan_tokens, advance, steps[first : first + CHUNK])
         if recompute:  # for the backward, rather than keep the covariance of every token
-            made, done, state = checkpoint(scan, state, use_reentrant=False, preserve_rng_state=False)
+            chunk_rows, chunk_finished, state = checkpoint(
+                scan, state, use_reentrant=False, preserve_rng_state=False
+            )
         else:
-            made, done, state = scan(state)
-        rows += made
-        finished += done
+            chunk_rows, chunk_finished, state = scan(state)
+        rows += chunk_rows
+        finished += chunk_finished
     w = torch.cat(rows) if rows else k
     if isinstance(rule, Scaling):
         w = w * k
     elif isinstance(rule, Squash):
         assert center is not None
-        often = (w + rule.eps).log() - center.repeat(tokens.count)[:, None, None]
-        w = rule.bound ** -(often / (1 + often.abs())) * k
+        centered = (w + rule.eps).log() - center.repeat(tokens.count)[:, None, None]
+        w = rule.bound ** -(centered / (1 + centered.abs())) * k
     return tokens.merge(w), tokens.leave(state, finished)[:, :, 0]
 
 
@@ -76,22 +78,22 @@ def _scan_tokens(
 
 
 def _rule(rule: Rule, k: Tensor, gate: Tensor) -> tuple[Advance, tuple[Tensor, ...]]:
-    """What a token does to the state: f(state, *inputs, retention) -> row, next state; and its inputs.
+    """How a token updates the state: f(state, *inputs, retention) -> row, next state; and its inputs.
 
-    A row is the write key, or the state that all write keys are made of at once.
+    A row is the write key, or the state from which all write keys are computed at once.
     """
     if isinstance(rule, Newton):
         prior, size = rule
-        rest = prior * torch.eye(size, dtype=k.dtype, device=k.device)
+        prior_covariance = prior * torch.eye(size, dtype=k.dtype, device=k.device)
 
         def covariance(P: Tensor, k: Tensor, beta: Tensor, r: float | Tensor) -> tuple[Tensor, Tensor]:
             y = (P * k.unflatten(-1, (-1, size))[..., None, :]).sum(-1)  # [m, 1, K / b, b]
             n = 1 + beta * (k * y.flatten(-2)).sum(-1, keepdim=True)  # [m, 1, 1]
             P = P - (beta / n)[..., None, None] * (y[..., :, None] * y[..., None, :])
             if isinstance(r, Tensor):
-                P = torch.lerp(rest, P, r[..., None, None])
+                P = torch.lerp(prior_covariance, P, r[..., None, None])
             elif r != 1:
-                P = r * P + (1 - r) * rest
+                P = r * P + (1 - r) * prior_covariance
             return y.flatten(-2) / n, P
 
         return covariance, (k, gate)
@@ -174,13 +176,13 @@ def _sick(*tokens: Tensor | None) -> Tensor | None:
     A matrix product over the chunk would carry them to earlier tokens: the zeros above the diagonal times NaN
     are NaN.  None when there are none, which is asked only where looking at numbers is allowed and cheap.
     """
-    given = [x.detach() for x in tokens if x is not None]
-    visible = not (tracing.is_traced(given) or tracing.in_transform())
-    if visible and given[0].device.type == "cpu" and all(bool(x.sum().isfinite()) for x in given):
+    detached = [x.detach() for x in tokens if x is not None]
+    visible = not (tracing.is_traced(detached) or tracing.in_transform())
+    if visible and detached[0].device.type == "cpu" and all(bool(x.sum().isfinite()) for x in detached):
         return None
-    healthy = [(x.abs() < torch.inf).all(-1, keepdim=True) for x in given]
+    healthy = [(x.abs() < torch.inf).all(-1, keepdim=True) for x in detached]
     if tokens[-1] is not None:
-        healthy[-1] = (given[-1] < torch.inf).all(-1, keepdim=True)  # a decay of -inf forgets everything
+        healthy[-1] = (detached[-1] < torch.inf).all(-1, keepdim=True)  # a decay of -inf forgets everything
     return (~torch.stack(healthy).all(0)).cumsum(1) > 0
 
 
@@ -193,7 +195,7 @@ def _not_a_number(sick: Tensor, *tokens: Tensor | None) -> Tensor:
 def _products(q: Tensor, k: Tensor, w: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     """`sum_c q[i, c] w[j, c] exp(g[j+1, c] + ... + g[i, c])` and the same of k, `[M, C, C]` each.
 
-    Right for i >= j; whoever takes them looks no further.
+    Right for i >= j; callers use no others.
     """
     if g is not None and g.shape[2] > 1:
         return _channel_products(q, k, w, g)

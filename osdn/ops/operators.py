@@ -34,12 +34,12 @@ def available_backends(device: str | torch.device = "cpu") -> list[str]:
     True
     """
     kind = torch.device(device).type
-    found = ["chunkwise", "reference"]
+    backends = ["chunkwise", "reference"]
     if kind == "cpu" and cpu.compiled():
-        found.insert(0, "cpu")
+        backends.insert(0, "cpu")
     if kind == "cuda" and _launchable(kind):
-        found.insert(0, "triton")
-    return found
+        backends.insert(0, "triton")
+    return backends
 
 
 def precondition_keys(

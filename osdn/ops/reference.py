@@ -47,7 +47,7 @@ def scan_covariance(
 ) -> tuple[Tensor, Tensor]:
     """Phase 1 by Newton's method: recursive least squares on the blocks of the covariance `P`."""
     prior, b = settings
-    rest = prior * torch.eye(b, dtype=P.dtype, device=P.device)
+    prior_covariance = prior * torch.eye(b, dtype=P.dtype, device=P.device)
     write_keys = []
     for t in range(k.shape[1]):
         k_t = k[:, t].unflatten(-1, (-1, b))  # [B, H, K / b, b]
@@ -60,7 +60,7 @@ def scan_covariance(
             r: float | Tensor = retention
         else:
             r = _per_channel(retention[:, t], k[:, t])[..., None, None]
-        P = r * P + (1 - r) * rest
+        P = r * P + (1 - r) * prior_covariance
     if not write_keys:
         return torch.zeros_like(k), P.clone()
     return torch.stack(write_keys, 1), P

@@ -86,22 +86,22 @@ class Finding:
     theirs: float | None  # the paper's, too
 
 
-def judge(found: Estimate, direction: float, least: float) -> str:
-    """The verdict on a difference that should have the sign of `direction` and be at least so large."""
-    low, high = sorted((direction * found.low, direction * found.high))
+def judge(d: Estimate, direction: float, least: float) -> str:
+    """The verdict on a difference that should have the sign of `direction` and be at least `least`."""
+    low, high = sorted((direction * d.low, direction * d.high))
     if low > 0:
         return SHOWS
     return NOT if high < max(least, 0.0) else UNSEEN
 
 
 def findings(content: Content) -> list[Finding]:
-    """Every claim of the paper that there are results for."""
-    found = [
+    """Every claim of the paper that has results."""
+    claims = [
         _claim(content, measure, model, base or baseline_of(model))
         for measure, models, base in CLAIMS
         for model in models
     ]
-    return [*(one for one in found if one is not None), *_speeds(content)]
+    return [*(claim for claim in claims if claim is not None), *_speeds(content)]
 
 
 def _claim(content: Content, measure: Measure, model: str, base: str) -> Finding | None:
@@ -142,25 +142,25 @@ def _speeds(content: Content) -> Iterator[Finding]:
         changes = speeds.get(model, {}).get("changes")
         if not changes:
             continue
-        found, base = t_interval(changes), baseline_of(model)
-        inside = found.low >= -PARITY and found.high <= PARITY
-        outside = found.low > PARITY or found.high < -PARITY
+        change, base = t_interval(changes), baseline_of(model)
+        inside = change.low >= -PARITY and change.high <= PARITY
+        outside = change.low > PARITY or change.high < -PARITY
         theirs = printed[f"{model}-340m"]["throughput_change"]
         yield Finding(
             title(model),
             "speed at parity",
             SHOWS if inside else NOT if outside else UNSEEN,
             _two(speeds[base]["tokens_per_second"], speeds[model]["tokens_per_second"], 0),
-            f"{_interval(found, 1)} %",
+            f"{_interval(change, 1)} %",
             _two(fast(base), fast(model), 0),
-            found,
+            change,
             theirs,
         )
 
 
 def answers(content: Content) -> list[Finding]:
     """What the paper does not ask: the tuned write strength and Newton's method."""
-    found = []
+    results = []
     for model, base in QUESTIONS:
         for measure in ASKED:
             ours, level = _compared(content, measure, model, base)
@@ -168,9 +168,11 @@ def answers(content: Content) -> list[Finding]:
                 continue
             verdict = measure.more if ours.low > 0 else measure.less if ours.high < 0 else UNSEEN
             words = f"{measure.words}, against {title(base)}"
-            both, said = _two(level, level + ours.mean, measure.digits), _interval(ours, measure.digits)
-            found.append(Finding(title(model), words, verdict, both, said, "", _per_cent(ours, level), None))
-    return found
+            both, interval = _two(level, level + ours.mean, measure.digits), _interval(ours, measure.digits)
+            results.append(
+                Finding(title(model), words, verdict, both, interval, "", _per_cent(ours, level), None)
+            )
+    return results
 
 
 def _two(base: float, model: float, digits: int) -> str:

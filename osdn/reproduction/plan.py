@@ -53,7 +53,7 @@ class Job:
             return 0.0
         log = self.leaves[0][0].with_name(METRICS)
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        steps = [int(found[1]) for line in lines[-2:] if (found := re.match(r'\{"step": (\d+)', line))]
+        steps = [int(match[1]) for line in lines[-2:] if (match := re.match(r'\{"step": (\d+)', line))]
         return max(steps, default=0) / self.steps
 
     def recall(self) -> str:
@@ -90,13 +90,13 @@ class Plan:
         return self.folder / "text.jsonl"
 
     def begin(self) -> None:
-        """Write what this folder is for and the config of every model; another reproduction is refused."""
+        """Write the folder's purpose and the config of every model; reject a folder of another profile."""
         path = self.folder / BEGUN
-        wanted = json.loads(json.dumps(asdict(self.profile)))
+        profile = json.loads(json.dumps(asdict(self.profile)))
         fingerprint = SourceFiles(SOURCE).fingerprint
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            if before["profile"] != wanted:
+            if before["profile"] != profile:
                 raise ValueError(f"{self.folder} holds a run of another profile; choose another --output")
             if before["text"]["fingerprint"] != fingerprint:
                 raise ValueError(
@@ -108,7 +108,7 @@ class Plan:
             training, validation = write_text(self.profile, self.text)
             documents = {"training": training, "validation": validation}
             text = {"source": SOURCE, "fingerprint": fingerprint, **documents}
-            save_json(path, {"kind": "reproduction-plan", "profile": wanted, "text": text})
+            save_json(path, {"kind": "reproduction-plan", "profile": profile, "text": text})
         training = json.loads(path.read_text(encoding="utf-8"))["text"]["training"]
         for model in self.profile.seeds:
             config = self.config(model)
@@ -122,7 +122,7 @@ class Plan:
         return self.folder / "runs" / slug(model) / f"seed{seed}"
 
     def _settings(self, model: str, training: int) -> dict[str, Any]:
-        """The config of a model; the first so many documents are trained on, the others held out."""
+        """The config of a model; it is trained on the first `training` documents, the others are held out."""
         p = self.profile
         base, changes = CHANGED.get(model, (f"tiny/{model}", {}))
         return {
@@ -154,20 +154,20 @@ class Plan:
             return
         tokenizer = load_tokenizer(str(self.tokenizer))
         self.books.mkdir(exist_ok=True)
-        found = 0
+        count = 0
         for text in SourceFiles(SOURCE).texts("validation"):
             if len(text) < BLOCK:  # tokens are rarely shorter than a character
                 continue
             places = tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
             if len(places) > BLOCK + SPARE:
-                (self.books / f"{found:02}.txt").write_text(
+                (self.books / f"{count:02}.txt").write_text(
                     text[: places[BLOCK + SPARE][0]], encoding="utf-8", newline=""
                 )
-                found += 1
-            if found == self.profile.books:
+                count += 1
+            if count == self.profile.books:
                 return
         raise ValueError(
-            f"the installed packages have {found} held-out files of {BLOCK:,} tokens, and the profile asks "
+            f"the installed packages have {count} held-out files of {BLOCK:,} tokens, and the profile asks "
             f"for {self.profile.books}; install more packages"
         )
 

@@ -51,12 +51,12 @@ class Profile:
 
     @property
     def tokens(self) -> int:
-        """That one run is trained on."""
+        """The number of tokens that one run is trained on."""
         return self.steps * self.tokens_per_step
 
     def sizes(self, model: str) -> dict[str, Any]:
         """The model's shape; Gated DeltaNet has fewer key channels and more values, as in the paper."""
-        found = {
+        sizes = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.width,
             "intermediate_size": 2 * self.width,
@@ -64,11 +64,11 @@ class Profile:
             "num_heads": self.heads,
         }
         if baseline_of(model) == "gdn":
-            found |= {
+            sizes |= {
                 "head_k_dim": 3 * self.width // (4 * self.heads),
                 "head_v_dim": 3 * self.width // (2 * self.heads),
             }
-        return found
+        return sizes
 
 
 def baseline_of(model: str) -> str:

@@ -135,13 +135,13 @@ ABSENT = (
 def write_report(content: Content, folder: Path) -> list[Path]:
     """The page, the tables in Markdown, the figures, and the tables inside `folder.md` if it has a place."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = figures(content)
+    drawings = figures(content)
     (folder / TABLES).write_text(tables_in_markdown(content), encoding="utf-8")
-    paths = [_page(content, drawn, folder / PAGE), folder / TABLES]
+    paths = [_page(content, drawings, folder / PAGE), folder / TABLES]
     with matplotlib.rc_context(STYLE):
-        for name, (one, _) in drawn.items():
+        for name, (drawing, _) in drawings.items():
             paths.append(folder / f"{name}.svg")
-            one.savefig(paths[-1], metadata={"Date": None})
+            drawing.savefig(paths[-1], metadata={"Date": None})
     document = folder.with_suffix(".md")
     if document.is_file() and BEGIN in (text := document.read_text(encoding="utf-8")):
         document.write_text(with_tables(text, content), encoding="utf-8")
@@ -151,8 +151,8 @@ def write_report(content: Content, folder: Path) -> list[Path]:
 
 def with_tables(text: str, content: Content) -> str:
     """A page whose part between the two marks is replaced by these results."""
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, _, from_begin = text.partition(BEGIN)
+    _, end, after = from_begin.partition(END)
     if not end:
         raise ValueError(f"the page has {BEGIN!r} and not {END!r}; put it where the tables end")
     return f"{before}{BEGIN}\n\n{tables_in_markdown(content)}\n{END}{after}"
@@ -175,33 +175,39 @@ def lead(content: Content) -> str:
 
 
 def tables_in_markdown(content: Content) -> str:
-    """Everything but the figures."""
+    """The whole report without its figures."""
     parts = [lead(content), "## What shows", RULE]
-    parts.append("\n".join(f"- **{heading}**: {words}" for heading, words in summary(content)))
+    parts.append("\n".join(f"- **{heading}**: {claims}" for heading, claims in summary(content)))
     return "\n\n".join([*parts, markdown(tables(content)).rstrip(), ABSENT]) + "\n"
 
 
 def summary(content: Content) -> Iterator[tuple[str, str]]:
     """For each verdict, the claims that got it."""
-    found = findings(content)
+    claims = findings(content)
     for verdict, heading in HEADINGS.items():
         group: dict[str, list[str]] = {}  # the models of each claim
-        for one in found:
-            if one.verdict == verdict:
-                group.setdefault(one.words, []).append(one.model)
-        said = "; ".join(f"{words}: {', '.join(models)}" for words, models in group.items())
-        yield f"{heading} ({sum(map(len, group.values()))} of {len(found)})", f"{said or 'none'}."
+        for finding in claims:
+            if finding.verdict == verdict:
+                group.setdefault(finding.words, []).append(finding.model)
+        listed = "; ".join(f"{words}: {', '.join(models)}" for words, models in group.items())
+        yield f"{heading} ({sum(map(len, group.values()))} of {len(claims)})", f"{listed or 'none'}."
 
 
 def claim_table(content: Content) -> Table:
-    """Every claim with what was measured and what the paper has."""
-    rows, found = [], findings(content)
+    """Every claim with what was measured and what the paper reports."""
+    rows, claims = [], findings(content)
     for verdict, heading in HEADINGS.items():
-        group = [one for one in found if one.verdict == verdict]
+        group = [finding for finding in claims if finding.verdict == verdict]
         rows += [Row(heading, [], rule=True, heading=True)] if group else []
-        for one in group:
-            cells = [one.measured, one.difference, _share(one.ours.mean), one.printed, _share(one.theirs)]
-            rows.append(Row(f"{one.model}: {one.words}", [Cell(text) for text in cells]))
+        for finding in group:
+            cells = [
+                finding.measured,
+                finding.difference,
+                _share(finding.ours.mean),
+                finding.printed,
+                _share(finding.theirs),
+            ]
+            rows.append(Row(f"{finding.model}: {finding.words}", [Cell(text) for text in cells]))
     note = (
         "Values of the block's plain delta rule (of OSDN, where it says so) and of the model; their "
         "difference, paired by seed, with its 95 % interval."
@@ -216,9 +222,9 @@ def _share(x: float | None) -> str:
 
 def tables(content: Content) -> list[Table]:
     """The paper's tables in its order, then what it leaves open, speed and sizes."""
-    found = [claim_table(content), *(one for spec in SPECS for one in spec_tables(content, spec))]
+    paper_tables = [claim_table(content), *(t for spec in SPECS for t in spec_tables(content, spec))]
     more = (answer_table(content), speed_table(content), size_table(content))
-    return [*found, *(one for one in more if one.rows)]
+    return [*paper_tables, *(t for t in more if t.rows)]
 
 
 def spec_tables(content: Content, spec: Spec) -> list[Table]:
@@ -240,10 +246,10 @@ def spec_tables(content: Content, spec: Spec) -> list[Table]:
             differences.append(Row(title(model), cells, rule=first))
             differences += _printed(spec, known, model, base)
     heads = [f"{c.head} {'↓' if c.less else '↑'}" if c.key != "code_alone" else c.head for c in known]
-    found = [Table(spec.title, heads, ours, spec.note)]
+    result = [Table(spec.title, heads, ours, spec.note)]
     if differences:
-        found.append(Table(f"{spec.title}: differences to the baseline", heads, differences, DIFFERENCES))
-    return found
+        result.append(Table(f"{spec.title}: differences to the baseline", heads, differences, DIFFERENCES))
+    return result
 
 
 DIFFERENCES = "To DeltaNet, GDN or KDA, paired by seed, with 95 % intervals; bold: without zero."
@@ -259,21 +265,21 @@ def _in_ablations(content: Content, model: str) -> bool:
     return model in ("delta_net", "osdn", "osdn-apf", *ABLATIONS)
 
 
-def value_cell(found: Estimate | None, digits: int) -> Cell:
-    if found is None:
+def value_cell(e: Estimate | None, digits: int) -> Cell:
+    if e is None:
         return Cell()
-    half = f"±{number(found.high - found.mean, digits)}" if found.seeds > 1 else ""
-    return Cell(number(found.mean, digits), half, score=Score(found.mean))
+    half = f"±{number(e.high - e.mean, digits)}" if e.seeds > 1 else ""
+    return Cell(number(e.mean, digits), half, score=Score(e.mean))
 
 
-def difference_cell(found: Estimate | None, column: Shown) -> Cell:
-    if found is None:
+def difference_cell(e: Estimate | None, column: Shown) -> Cell:
+    if e is None:
         return Cell()
     d = column.digits
-    seen = found.low > 0 or found.high < 0
-    interval = f"[{number(found.low, d, True)}, {number(found.high, d, True)}]" if found.seeds > 1 else ""
-    good = None if not seen or column.key == "code_alone" else (found.mean < 0) == column.less
-    return Cell(number(found.mean, d, True), interval, best=seen, good=good, score=Score(found.mean))
+    clear = e.low > 0 or e.high < 0
+    interval = f"[{number(e.low, d, True)}, {number(e.high, d, True)}]" if e.seeds > 1 else ""
+    good = None if not clear or column.key == "code_alone" else (e.mean < 0) == column.less
+    return Cell(number(e.mean, d, True), interval, best=clear, good=good, score=Score(e.mean))
 
 
 def _printed(spec: Spec, columns: Sequence[Shown], model: str, base: str | None = None) -> list[Row]:
@@ -295,8 +301,11 @@ def _printed(spec: Spec, columns: Sequence[Shown], model: str, base: str | None 
 def answer_table(content: Content) -> Table:
     """What the paper does not compare."""
     rows = [
-        Row(f"{one.model}: {one.words}", [Cell(text) for text in (one.verdict, one.measured, one.difference)])
-        for one in answers(content)
+        Row(
+            f"{finding.model}: {finding.words}",
+            [Cell(text) for text in (finding.verdict, finding.measured, finding.difference)],
+        )
+        for finding in answers(content)
     ]
     note = (
         "DeltaNet with a write gate that starts at a strength of 0.12 in place of 0.5, and Newton's method "
@@ -340,23 +349,23 @@ def size_table(content: Content) -> Table:
     return Table("Models", ["parameters", "seeds"], rows)
 
 
-def _page(content: Content, drawn: dict[str, tuple[Figure, str]], path: Path) -> Path:
+def _page(content: Content, drawings: dict[str, tuple[Figure, str]], path: Path) -> Path:
     items = "".join(
-        f"<li><b>{escape(heading)}</b>: {escape(words)}</li>" for heading, words in summary(content)
+        f"<li><b>{escape(heading)}</b>: {escape(text)}</li>" for heading, text in summary(content)
     )
-    claims = [figure(*drawn["claims"])] if "claims" in drawn else []
+    claims = [figure(*drawings["claims"])] if "claims" in drawings else []
     body = [
         f'<ul class="verdicts">{items}</ul><p class="note">{escape(RULE)}</p>',
         section("The paper's claims", *claims, table(claim_table(content), heading=False)),
     ]
     for spec in SPECS:
-        if parts := [table(one, heading=i > 0) for i, one in enumerate(spec_tables(content, spec))]:
+        if parts := [table(t, heading=i > 0) for i, t in enumerate(spec_tables(content, spec))]:
             below = FIGURES.get(spec.title)
-            placed = [figure(*drawn[name]) for name in drawn if below and name.startswith(below)]
+            placed = [figure(*drawings[name]) for name in drawings if below and name.startswith(below)]
             body.append(section(spec.title, *parts, *placed))
-    for one in (answer_table(content), speed_table(content), size_table(content)):
-        if one.rows:
-            body.append(section(one.title, table(one, heading=False)))
+    for t in (answer_table(content), speed_table(content), size_table(content)):
+        if t.rows:
+            body.append(section(t.title, table(t, heading=False)))
     body.append(f'<p class="note">{escape(ABSENT)}</p>')
     command = f"osdn reproduce --profile {content['profile']['name']}"
     name = f"The paper at laptop scale: profile {content['profile']['name']}"
@@ -373,27 +382,29 @@ FIGURES = {
 
 def figures(content: Content) -> dict[str, tuple[Figure, str]]:
     """Every figure with its caption."""
-    drawn: dict[str, tuple[Figure, str]] = {}
-    compared = [one for one in findings(content) if np.isfinite([one.ours.low, one.ours.high]).all()]
+    drawings: dict[str, tuple[Figure, str]] = {}
+    compared = [
+        finding for finding in findings(content) if np.isfinite([finding.ours.low, finding.ours.high]).all()
+    ]
     if compared:
         caption = (
             "Differences in per cent of the baseline: dots with 95 % intervals from this run, diamonds from "
             "the paper's figures at 340M."
         )
-        drawn["claims"] = claim_plot(compared), caption
+        drawings["claims"] = claim_plot(compared), caption
     for plain in dict.fromkeys(model["baseline"] for model in content["models"].values()):
         block = [m for m, model in content["models"].items() if model["baseline"] == plain]
-        drawn[f"residual_ratio_{plain}"] = (
+        drawings[f"residual_ratio_{plain}"] = (
             plots.contraction({title(m): _diagnosis(content, m) for m in block}),
             "Residual ratio on prompts that are read twice, with 95 % intervals over seeds.",
         )
-        drawn[f"long_documents_{plain}"] = (
+        drawings[f"long_documents_{plain}"] = (
             plots.perplexity_by_position({title(m): _buckets(content, m) for m in block}),
             "Perplexity by position in held-out files, with 95 % intervals over seeds.",
         )
         runs = {title(m): _loss_lines(content, m) for m in block}
-        drawn[f"loss_{plain}"] = plots.losses(runs), "Training loss, means over seeds."
-    return drawn
+        drawings[f"loss_{plain}"] = plots.losses(runs), "Training loss, means over seeds."
+    return drawings
 
 
 def _runs(content: Content, model: str) -> list[dict[str, Any]]:
@@ -410,8 +421,8 @@ def _loss_lines(content: Content, model: str) -> list[dict[str, Any]]:
 
 def _buckets(content: Content, model: str) -> list[Score]:
     """The perplexity of every bucket with half of its interval."""
-    found = [t_interval(list(values(content, model, bucket).values())) for bucket in BUCKETS]
-    return [Score(e.mean, e.high - e.mean if e.seeds > 1 else None) for e in found]
+    estimates = [t_interval(list(values(content, model, bucket).values())) for bucket in BUCKETS]
+    return [Score(e.mean, e.high - e.mean if e.seeds > 1 else None) for e in estimates]
 
 
 def _diagnosis(content: Content, model: str) -> dict[str, Any]:
@@ -435,24 +446,26 @@ def _interval(e: Estimate) -> dict[str, float]:
 
 
 @styled
-def claim_plot(found: Sequence[Finding]) -> Figure:
+def claim_plot(compared: Sequence[Finding]) -> Figure:
     """Each claim's difference with its interval, and what the paper found."""
-    drawing, axes = panel("difference to the baseline, %", "", (8.4, 0.8 + 0.24 * len(found)))
+    drawing, axes = panel("difference to the baseline, %", "", (8.4, 0.8 + 0.24 * len(compared)))
     colour = {SHOWS: "#1c8a4c", NOT: "#b23a48", UNSEEN: GREY}
-    reach = 1.5 * max([20.0, *(abs(one.theirs or 0.0) for one in found)])  # an interval may be far wider
-    for i, one in enumerate(found):
-        low, high = max(one.ours.low, -reach), min(one.ours.high, reach)
-        axes.plot([low, high], [-i, -i], color=colour[one.verdict], lw=1.6)
-        axes.plot(one.ours.mean, -i, "o", ms=4.5, color=colour[one.verdict])
-        if one.theirs is not None:
-            axes.plot(one.theirs, -i, "D", ms=4, mfc="white", mec=INK)
+    # an interval may be far wider
+    reach = 1.5 * max([20.0, *(abs(finding.theirs or 0.0) for finding in compared)])
+    for i, finding in enumerate(compared):
+        low, high = max(finding.ours.low, -reach), min(finding.ours.high, reach)
+        axes.plot([low, high], [-i, -i], color=colour[finding.verdict], lw=1.6)
+        axes.plot(finding.ours.mean, -i, "o", ms=4.5, color=colour[finding.verdict])
+        if finding.theirs is not None:
+            axes.plot(finding.theirs, -i, "D", ms=4, mfc="white", mec=INK)
     axes.axvline(0, color=INK, lw=0.8)
     axes.set_xlim(-reach, reach)
     axes.set_yticks(
-        [-i for i in range(len(found))], [legend_label(f"{one.model}: {one.words}") for one in found]
+        [-i for i in range(len(compared))],
+        [legend_label(f"{finding.model}: {finding.words}") for finding in compared],
     )
-    axes.set_ylim(-len(found) + 0.4, 0.6)
-    for verdict in dict.fromkeys(one.verdict for one in found):
+    axes.set_ylim(-len(compared) + 0.4, 0.6)
+    for verdict in dict.fromkeys(finding.verdict for finding in compared):
         axes.plot([], [], "o-", ms=4.5, color=colour[verdict], label=verdict)
     axes.plot([], [], "D", ms=4, mfc="white", mec=INK, label="the paper's, 340M")
     axes.legend(loc="lower center", bbox_to_anchor=(0.3, 1.0), ncols=4)

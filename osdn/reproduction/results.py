@@ -52,17 +52,17 @@ def collect(plan: Plan) -> Content:
 
 
 def _speed(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A model's speed, and in per cent what each repeat differed by from its baseline's."""
-    found: dict[str, Any] = {key: _rounded(row[key]) for key in SPEED if row.get(key) is not None}
-    base = next((one for one in rows if one["model"] == row["compared_with"]), None)
+    """A model's speed, and by how many per cent each repeat differed from its baseline's."""
+    speed: dict[str, Any] = {key: _rounded(row[key]) for key in SPEED if row.get(key) is not None}
+    base = next((other for other in rows if other["model"] == row["compared_with"]), None)
     if base is not None:
         pairs = zip(base["times_ms"], row["times_ms"])
-        found["changes"] = [_rounded(100 * (sum(theirs) / sum(ours) - 1)) for theirs, ours in pairs]
-    return found
+        speed["changes"] = [_rounded(100 * (sum(theirs) / sum(ours) - 1)) for theirs, ours in pairs]
+    return speed
 
 
 def _model(plan: Plan, model: str) -> dict[str, Any]:
-    """What the first seed's model is."""
+    """The baseline and the size of a model."""
     described = describe_model(plan.run_folder(model, 0) / "model")
     return {"baseline": baseline_of(model), "parameters": described.parameters}
 
@@ -77,10 +77,10 @@ def _run(plan: Plan, model: str, seed: int) -> dict[str, Any]:
         name: score.value for name, score in derive({m.column: m.score for m in store.measurements}).items()
     }
     [(_, diagnosis)], [run] = store.diagnoses, store.runs
-    whole, curve = diagnosis["all"], loss_curve(run.lines)
+    overall, curve = diagnosis["all"], loss_curve(run.lines)
     for reading in ("first_reading", "second_reading"):
-        if whole[reading] is not None:
-            scores[f"q_{reading}"] = whole[reading]["value"]
+        if overall[reading] is not None:
+            scores[f"q_{reading}"] = overall[reading]["value"]
     scores["lm_ppl"] = math.exp(scores["validation_loss"])
     thin = max(1, len(curve.tokens) // POINTS)
     return {
@@ -89,13 +89,13 @@ def _run(plan: Plan, model: str, seed: int) -> dict[str, Any]:
         "data": digest(sorted((m.column, m.data.digest or "") for m in store.measurements)),
         "scores": {name: _rounded(x) for name, x in sorted(scores.items())},
         "loss": [[int(t), _rounded(x)] for t, x in list(zip(curve.tokens, curve.losses))[thin - 1 :: thin]],
-        "ratio_by_position": [row and _rounded(row["value"]) for row in whole["by_position"]],
-        "second_reading_at": whole["boundary"],
+        "ratio_by_position": [row and _rounded(row["value"]) for row in overall["by_position"]],
+        "second_reading_at": overall["boundary"],
     }
 
 
 def check_same_data(runs: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse runs that read other text or were asked other questions than most."""
+    """Reject runs that read different text or answered different questions from most."""
     usual = Counter(run["data"] for run in runs).most_common(1)[0][0]
     if others := [f"{run['model']}, seed {run['seed']}" for run in runs if run["data"] != usual]:
         raise ValueError(
@@ -113,8 +113,8 @@ def save(content: Content, folder: Path) -> Path:
     """Write the results, one run per line, so that a change to one is a change to a line."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESULTS
-    rest = {name: value for name, value in content.items() if name != "runs"}
-    head = json.dumps(rest, indent=1).removesuffix("\n}")
+    without_runs = {name: value for name, value in content.items() if name != "runs"}
+    head = json.dumps(without_runs, indent=1).removesuffix("\n}")
     runs = ",\n".join(f"  {json.dumps(run)}" for run in content["runs"])
     path.write_text(f'{head},\n "runs": [\n{runs}\n ]\n}}\n', encoding="utf-8")
     return path
@@ -123,7 +123,7 @@ def save(content: Content, folder: Path) -> Path:
 def load(folder: Path) -> Content:
     path = folder / RESULTS
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; `osdn reproduce --output {folder}` makes it")
+        raise FileNotFoundError(f"{path} does not exist; `osdn reproduce --output {folder}` writes it")
     try:
         content: Content = json.loads(path.read_text(encoding="utf-8"))
         if content["kind"] != "reproduction":

@@ -113,8 +113,8 @@ def measure(plan: Plan, runner: "Runner") -> Machine:
     """The choice for this folder, from its file or else from short runs."""
     path = plan.folder / MACHINE
     if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Machine(Layout(**found["layout"]), found["precision"], found["trials"], found["seconds"])
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return Machine(Layout(**saved["layout"]), saved["precision"], saved["trials"], saved["seconds"])
     if (load := os.getloadavg()[0]) > BUSY:
         runner.console.print(f"the machine is busy (load {load:.1f}): estimates and timings will suffer")
     p, cores, folder = plan.profile, _cores(), plan.folder / "measure"
@@ -133,9 +133,9 @@ def measure(plan: Plan, runner: "Runner") -> Machine:
         known = best if model == first else _trial(plan, runner, model, layout, best["precision"])
         seconds[f"train {plain}"] = start + p.tokens * layout.processes / _rate(known)
     copies = [_trial_folder(plan, best, i) for i in range(layout.processes)]
-    taken = runner.run([plan.evaluations(first, 0, copy) for copy in copies], layout, "trial evaluation")
+    timed = runner.run([plan.evaluations(first, 0, copy) for copy in copies], layout, "trial evaluation")
     for kind in ("evaluate", "diagnose"):
-        seconds[kind] = max(t for job, t in taken if job.kind == kind)
+        seconds[kind] = max(t for job, t in timed if job.kind == kind)
     [(_, t)] = runner.run([[plan.throughput(copies[0])]], Layout(1, cores), "trial timing")
     seconds["time"] = t * len(p.seeds)
     shutil.rmtree(folder)
@@ -150,13 +150,13 @@ def _trial(plan: Plan, runner: "Runner", model: str, layout: Layout, precision: 
     folders = [_trial_folder(plan, trial, i) for i in range(layout.processes)]
     few = (f"validation.tokens={p.seq_len}", "logging.every=1")
     jobs = [plan.training(model, 0, precision, run, *few, steps=p.measured_steps) for run in folders]
-    taken = dict(runner.run([[job] for job in jobs], layout, f"trial: {model}, {layout}, {precision}"))
+    seconds = dict(runner.run([[job] for job in jobs], layout, f"trial: {model}, {layout}, {precision}"))
     rates, starts = [], []
     for run, job in zip(folders, jobs):
         lines = [line for line in Metrics.read(run) if "tokens_per_second" in line]
         steady = lines[len(lines) // 4 :]  # the first steps are slow
         rates.append(p.tokens_per_step * len(steady) / sum(line["seconds"] for line in steady))
-        starts.append(taken[job] - sum(line["seconds"] for line in lines))
+        starts.append(seconds[job] - sum(line["seconds"] for line in lines))
     return {**trial, "tokens_per_second": sum(rates), "start_seconds": min(starts)}
 
 
@@ -192,14 +192,14 @@ class Runner:
         words: str,
         expected: Callable[[Job], float] = lambda job: 1.0,
     ) -> list[tuple[Job, float]]:
-        """Run the jobs that are not done, those of a chain one after the other; the seconds of each."""
+        """Run the jobs that are not done, each chain in order, and return the seconds of each job."""
         waiting = [[job for job in chain if not job.is_done()] for chain in chains]
         waiting = [chain for chain in waiting if chain]
         if not waiting:
             return []
         left = {job: expected(job) for chain in waiting for job in chain}
         running: list[Running] = []
-        taken: list[tuple[Job, float]] = []
+        timed: list[tuple[Job, float]] = []
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         bar = Progress(
             *columns,
@@ -217,20 +217,20 @@ class Runner:
                         running.append(self._start(waiting.pop(0), layout))
                     time.sleep(0.2)
                     stop_if_asked()
-                    for one in [one for one in running if one.process.poll() is not None]:
-                        running.remove(one)
-                        taken.append((one.job, self._end(one)))
-                        del left[one.job]
-                        if one.chain:
-                            running.append(self._start(one.chain, layout))
-                    begun = {one.job: one.job.share() for one in running}
+                    for command in [command for command in running if command.process.poll() is not None]:
+                        running.remove(command)
+                        timed.append((command.job, self._end(command)))
+                        del left[command.job]
+                        if command.chain:
+                            running.append(self._start(command.chain, layout))
+                    begun = {command.job: command.job.share() for command in running}
                     open_ = sum(t * (1 - begun.get(job, 0.0)) for job, t in left.items())
-                    live = "; ".join(escape(printable(one.job.name)) for one in running)
+                    live = "; ".join(escape(printable(command.job.name)) for command in running)
                     bar.update(task, completed=total - open_, live=live)
             except BaseException:
                 self._stop(running)
                 raise
-        return taken
+        return timed
 
     def _start(self, chain: Sequence[Job], layout: Layout) -> Running:
         job = chain[0]
@@ -253,54 +253,56 @@ class Runner:
             )
         return Running(job, list(chain[1:]), process, log, layout.processes)
 
-    def _end(self, one: Running) -> float:
+    def _end(self, command: Running) -> float:
         """The seconds of a job that has ended; an error if it left no result."""
-        seconds = time.perf_counter() - one.start
-        self._note(one, seconds)
-        if one.process.returncode != 0 or not one.job.is_done():
-            said = one.log.read_text(errors="replace").splitlines()[-SAID:]
+        seconds = time.perf_counter() - command.start
+        self._note(command, seconds)
+        if command.process.returncode != 0 or not command.job.is_done():
+            last_lines = command.log.read_text(errors="replace").splitlines()[-SAID:]
             raise JobError(
-                f"`{one.job.command}` failed with status {one.process.returncode}:\n"
-                + "\n".join(said)
-                + f"\nAll it printed is in {one.log}. The same command continues once the cause is gone."
+                f"`{command.job.command}` failed with status {command.process.returncode}:\n"
+                + "\n".join(last_lines)
+                + f"\nAll it printed is in {command.log}. The same command continues once the cause is gone."
             )
-        if one.job.kind == "train":  # a finished run needs its model alone
-            for checkpoint in one.job.leaves[0][0].parent.glob("checkpoint-*"):
+        if command.job.kind == "train":  # a finished run needs only its model
+            for checkpoint in command.job.leaves[0][0].parent.glob("checkpoint-*"):
                 shutil.rmtree(checkpoint)
-        recall = one.job.recall()  # near zero for a baseline, it says early that no difference can show
+        recall = (
+            command.job.recall()
+        )  # if near zero for a baseline, no difference can show: tell the user early
         if recall or not self.console.is_terminal:
-            self.console.print(f"{one.job.name}: {seconds:,.0f} s{recall}", highlight=False, markup=False)
+            self.console.print(f"{command.job.name}: {seconds:,.0f} s{recall}", highlight=False, markup=False)
         return seconds
 
     def _stop(self, running: Sequence[Running]) -> None:
         """Let the commands save what they have, and note their time."""
-        for one in running:
-            one.process.terminate()
+        for command in running:
+            command.process.terminate()
         end = time.perf_counter() + PATIENCE
-        for one in running:
+        for command in running:
             try:
-                one.process.wait(max(0.1, end - time.perf_counter()))
+                command.process.wait(max(0.1, end - time.perf_counter()))
             except subprocess.TimeoutExpired:
-                one.process.kill()
-                one.process.wait()
-            self._note(one, time.perf_counter() - one.start)
+                command.process.kill()
+                command.process.wait()
+            self._note(command, time.perf_counter() - command.start)
 
-    def _note(self, one: Running, seconds: float) -> None:
-        line = {"job": one.job.name, "seconds": round(seconds, 1), "processes": one.beside}
-        line |= {"status": one.process.returncode}
+    def _note(self, command: Running, seconds: float) -> None:
+        line = {"job": command.job.name, "seconds": round(seconds, 1), "processes": command.beside}
+        line |= {"status": command.process.returncode}
         with (self.folder / JOURNAL).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def hours_taken(folder: Path) -> float:
-    """What all commands took, stopped ones too, where those side by side share their time."""
+    """The hours of all commands, stopped ones too; commands that ran side by side share their time."""
     lines = map(json.loads, (folder / JOURNAL).read_text().splitlines())
     return float(sum(line["seconds"] / line["processes"] for line in lines)) / 3600
 
 
 @contextmanager
 def _alone(folder: Path, console: Console) -> Iterator[IO[bytes]]:
-    """No other reproduction, and no command that one left behind, works in the folder meanwhile."""
+    """Hold the folder's lock, so that no other reproduction and no command left behind works in it."""
     with (folder / ".lock").open("wb") as lock:
         for attempt in range(PATIENCE + 1):
             try:
@@ -319,7 +321,7 @@ def _alone(folder: Path, console: Console) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _stoppable() -> Iterator[Callable[[], None]]:
-    """SIGTERM and Ctrl-C are noted, and raise KeyboardInterrupt where the body asks: no command is lost."""
+    """Delay SIGTERM and Ctrl-C until the body calls the yielded function, so that no command is lost."""
     noted: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, lambda number, frame: noted.append(number)) for number in numbers]

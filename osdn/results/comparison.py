@@ -78,18 +78,18 @@ def _comparison(store: Store, protocol: str, measurements: list[Measurement]) ->
         model.cut += measurement.cut
         if measurement.documents is not None:
             model.documents[column] = measurement.documents
-    found = [model for model in models.values() if model.scores]
-    for model in found:
+    measured = [model for model in models.values() if model.scores]
+    for model in measured:
         model.scores = derive(model.scores)
-    for model in found:
-        base = baseline(model, found)
+    for model in measured:
+        base = baseline(model, measured)
         if base is not None:
             model.scores |= changes(model.scores, base.scores, model.documents, base.documents)
             if "final_loss" in model.scores and "final_loss" in base.scores:
                 model.scores["loss_change"] = difference(
                     model.scores["final_loss"], base.scores["final_loss"]
                 )
-    return Comparison(protocol, _with_timed_presets(found), editions)
+    return Comparison(protocol, _with_timed_presets(measured), editions)
 
 
 def _editions(measurements: list[Measurement]) -> tuple[list[str], dict[str, Data]]:
@@ -152,9 +152,9 @@ def paper_table(comparison: Comparison, spec: PaperTable, everything: bool = Fal
         block = model.identity.block
         rows += _printed(spec, columns, model.name)
     if everything:
-        shown = {model.name for model in models}
+        with_results = {model.name for model in models}
         for name in spec.models():
-            if name not in shown:
+            if name not in with_results:
                 rows.append(Row(title(name), [score_cell(None, 0)] * len(columns), rule=name in BASELINES))
                 rows += _printed(spec, columns, name)
     name = spec.title.replace("PG-19", "Books") if _are_books(columns[0], comparison) else spec.title
@@ -170,21 +170,21 @@ BASELINES = [name for name, preset in PRESETS.items() if preset["preconditioner"
 def _columns(spec: PaperTable, models: list[Model], comparison: Comparison, everything: bool) -> list[Column]:
     """The columns that have results, one per edition of the data."""
     known = dict.fromkeys(key for model in models for key in model.scores)
-    found = []
+    columns = []
     for column in spec.columns:
         if everything or column.key in known:
             books = column.title == "PG-19" and _are_books(column, comparison)
-            found.append(column.renamed("books", column.key) if books else column)
-        found += [
+            columns.append(column.renamed("books", column.key) if books else column)
+        columns += [
             column.renamed(f"{column.title} {key[len(column.key) + 1 :]}", key)
             for key in known
             if key.startswith(f"{column.key} (")
         ]
     if spec.more:
-        there = {column.key for column in found}
-        rest = [key for key in known if key.startswith(spec.more) and key not in there]
-        found += [Column(key.removeprefix(spec.more), key, better=min) for key in rest]
-    return found
+        listed = {column.key for column in columns}
+        extra = [key for key in known if key.startswith(spec.more) and key not in listed]
+        columns += [Column(key.removeprefix(spec.more), key, better=min) for key in extra]
+    return columns
 
 
 def _footnotes(columns: list[Column], comparison: Comparison) -> str:
@@ -240,18 +240,22 @@ def heading(column: Column) -> str:
 def tables(comparisons: Iterable[Comparison], specs: Iterable[PaperTable] = TABLES) -> list[Table]:
     """The paper's tables in its order, for every protocol with results."""
     comparisons = list(comparisons)
-    found = (paper_table(comparison, spec) for spec in specs for comparison in comparisons)
-    return [table for table in found if table is not None]
+    candidates = (paper_table(comparison, spec) for spec in specs for comparison in comparisons)
+    return [table for table in candidates if table is not None]
 
 
 def write(comparisons: list[Comparison], folder: Path) -> list[Path]:
     """Write the tables as Markdown, LaTeX and CSV, and the figures."""
-    found = tables(comparisons)
-    if not found:
+    paper_tables = tables(comparisons)
+    if not paper_tables:
         raise ValueError("none of these results belongs to a column of the paper's tables")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for suffix, text in (("md", markdown(found)), ("tex", latex(found)), ("csv", comma_separated(found))):
+    for suffix, text in (
+        ("md", markdown(paper_tables)),
+        ("tex", latex(paper_tables)),
+        ("csv", comma_separated(paper_tables)),
+    ):
         paths.append(folder / f"compare.{suffix}")
         paths[-1].write_text(text, encoding="utf-8")
     drawings: dict[str, Any] = {}

@@ -81,19 +81,19 @@ def write_demo(path: Path, demo: Demo) -> Path:
 
 def paragraphs(rows: Mapping[str, Rows]) -> str:
     """What the differences do and do not show."""
-    found = []
-    for part, mine in rows.items():
-        for metric in dict.fromkeys(row["metric"] for row in mine):
+    parts = []
+    for part, part_rows in rows.items():
+        for metric in dict.fromkeys(row["metric"] for row in part_rows):
             compared = [
                 (row, d)
-                for row in mine
+                for row in part_rows
                 if row["metric"] == metric and (d := difference_of(row["difference"])) is not None
             ]
             words = "; ".join(f"{title(row['variant'])} {conclusion(d)}" for row, d in compared)
             what = f"{METRICS[metric].capitalize()} on {part}"
             base = title(compared[0][0]["baseline"])
-            found.append(f"<p><b>{what}</b>, against {escape(base)}: {escape(words)}.</p>")
-    return "".join(found)
+            parts.append(f"<p><b>{what}</b>, against {escape(base)}: {escape(words)}.</p>")
+    return "".join(parts)
 
 
 def _trained(demo: Demo) -> str:
@@ -117,17 +117,17 @@ also learns how fast to forget it.</p>"""
 
 
 def _heat_maps(recall: Results, boundaries: Sequence[tuple[int, str]]) -> list[tuple[Figure, str]]:
-    found = []
-    for label, mine in recall.items():
-        scale = mine[0].get("scale")
+    captioned = []
+    for label, runs in recall.items():
+        scale = runs[0].get("scale")
         if scale is not None:
             d = np.array(scale)
-            words = (
+            caption = (
                 f"The scale of {title(label)} along one prompt, with layers and heads stacked. It started at "
                 f"{d[0].mean():.3g} and ended between {d[-1].min():.3f} and {d[-1].max():.3f}."
             )
-            found.append((plots.scale_heat_map(d, title(label), boundaries), words))
-    return found
+            captioned.append((plots.scale_heat_map(d, title(label), boundaries), caption))
+    return captioned
 
 
 def _speed_verdict(speeds: dict[str, Any]) -> str:
@@ -164,8 +164,8 @@ def _speed_figures(speeds: dict[str, Any]) -> list[tuple[Figure, str]]:
 
 def _samples(text: Results) -> str:
     return "".join(
-        f"<h3>{escape(title(label))}</h3><pre>{escape(mine[0]['sample'])}</pre>"
-        for label, mine in text.items()
+        f"<h3>{escape(title(label))}</h3><pre>{escape(runs[0]['sample'])}</pre>"
+        for label, runs in text.items()
     )
 
 

@@ -22,24 +22,24 @@ METRICS = {
 }
 
 
-def experiment_table(rows: Sequence[dict[str, Any]], name: str) -> Table:
+def experiment_table(records: Sequence[dict[str, Any]], name: str) -> Table:
     """The rows of a summary, metric by metric."""
-    seeds = rows[0]["value"]["seeds"]
-    found: list[Row] = []
-    for metric in dict.fromkeys(row["metric"] for row in rows):
-        found.append(Row(METRICS.get(metric, metric.replace("_", " ")), [], rule=True, heading=True))
-        for row in (row for row in rows if row["metric"] == metric):
+    seeds = records[0]["value"]["seeds"]
+    rows: list[Row] = []
+    for metric in dict.fromkeys(row["metric"] for row in records):
+        rows.append(Row(METRICS.get(metric, metric.replace("_", " ")), [], rule=True, heading=True))
+        for row in (row for row in records if row["metric"] == metric):
             value, difference = estimate_of(row["value"]), difference_of(row["difference"])
             cells = [_cell(value), Cell("") if difference is None else _cell(difference)]
             if difference is None or difference.seeds == 1 or math.isnan(difference.p_value):
                 cells.append(Cell(""))
             else:
                 cells.append(Cell(f"{difference.p_value:.2g}", best=difference.seen))
-            found.append(Row(title(row["variant"]), cells))
+            rows.append(Row(title(row["variant"]), cells))
     count = f"{seeds} seed{'s' * (seeds > 1)}"
     interval = " [95 %]" if seeds > 1 else ""
     note = "" if seeds > 1 else "One seed gives no interval, and no difference can be told from chance."
-    return Table(f"{name}, {count}", [f"mean{interval}", f"difference{interval}", "p"], found, note)
+    return Table(f"{name}, {count}", [f"mean{interval}", f"difference{interval}", "p"], rows, note)
 
 
 def conclusion(difference: Difference) -> str:
@@ -59,18 +59,20 @@ def conclusion(difference: Difference) -> str:
 
 def verdict(rows: Sequence[dict[str, Any]], metric: str, what: str) -> str:
     """A sentence about a metric: which variants differ from their baseline, if any."""
-    found = [(title(r["variant"]), difference_of(r["difference"])) for r in rows if r["metric"] == metric]
-    compared = [(name, d) for name, d in found if d is not None]
+    differences = [
+        (title(r["variant"]), difference_of(r["difference"])) for r in rows if r["metric"] == metric
+    ]
+    compared = [(name, d) for name, d in differences if d is not None]
     if not compared:
         return f"{what}: there is no baseline to compare with."
-    seen = [f"{name} is {'higher' if d.mean > 0 else 'lower'} ({d})" for name, d in compared if d.seen]
+    differing = [f"{name} is {'higher' if d.mean > 0 else 'lower'} ({d})" for name, d in compared if d.seen]
     base = title(next(r["baseline"] for r in rows if r["metric"] == metric and r["difference"]))
-    if not seen:
+    if not differing:
         closest = "; ".join(f"{name} {d}" for name, d in compared)
         return f"{what}: {compared[0][1].seeds} seeds show no difference from {base} ({closest})."
     same = [name for name, d in compared if not d.seen]
-    rest = f"; {', '.join(same)} {'does' if len(same) == 1 else 'do'} not differ measurably" if same else ""
-    return f"{what}, against {base}: {'; '.join(seen)}{rest}."
+    others = f"; {', '.join(same)} {'does' if len(same) == 1 else 'do'} not differ measurably" if same else ""
+    return f"{what}, against {base}: {'; '.join(differing)}{others}."
 
 
 def estimate_of(record: dict[str, Any]) -> Estimate:

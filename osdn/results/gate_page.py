@@ -22,14 +22,14 @@ from osdn.results.tables import Table
 
 def write_gate_page(path: Path, content: dict[str, Any], command: str = "osdn lab write-gate") -> Path:
     """Write the page of a study's result."""
-    listed = "".join(f"<li>{escape(words)}</li>" for words in gate_verdicts(content))
+    listed = "".join(f"<li>{escape(sentence)}</li>" for sentence in gate_verdicts(content))
     body = [f'<ul class="verdicts">{listed}</ul>']
     for task in tasks_of(content):
         part = of_task(content, task)
         tables = [gate_table(content, task, budget) for budget in (1.0, 0.5, 0.25)]
-        drawn = [(dot_plot(part, "delta_net"), f"Compared with a gate without a bias. {DOTS}")]
-        body.append(section(task.capitalize(), *(table(one) for one in tables), figures(drawn)))
-        trained = [table(one) for one in write_tables(part)]
+        plots = [(dot_plot(part, "delta_net"), f"Compared with a gate without a bias. {DOTS}")]
+        body.append(section(task.capitalize(), *(table(t) for t in tables), figures(plots)))
+        trained = [table(t) for t in write_tables(part)]
         body.append(section(f"What the trained writes do: {task}", *trained))
     body.append(section("Settings", table(task_table(content), heading=False)))
     return write_page(path, "The start of the write gate", f"<p>{escape(lead(content))}</p>", body, command)
@@ -62,13 +62,13 @@ def of_task(content: dict[str, Any], task: str) -> dict[str, Any]:
 
 def gate_table(content: dict[str, Any], task: str, budget: float) -> Table:
     """The differences between the biases in one task."""
-    found = difference_table(of_task(content, task), budget)
-    return replace(found, title=f"{task.capitalize()}, after {BUDGETS[budget]}")
+    differences = difference_table(of_task(content, task), budget)
+    return replace(differences, title=f"{task.capitalize()}, after {BUDGETS[budget]}")
 
 
 def gate_verdicts(content: dict[str, Any]) -> list[str]:
     """For every task and bias: in how many settings it helps, where it does not, and if the gain fades."""
-    found = []
+    verdicts = []
     for task in tasks_of(content):
         rows = of_task(content, task)["rows"]
         for name in dict.fromkeys(row["contestant"] for row in rows if row["difference"] is not None):
@@ -76,24 +76,26 @@ def gate_verdicts(content: dict[str, Any]) -> list[str]:
                 budget: [r for r in rows if r["contestant"] == name and r["budget"] == budget]
                 for budget in BUDGETS
             }
-            found.append(_verdict(task, name, at[1.0], at[0.25]))
-    return found
+            verdicts.append(_verdict(task, name, at[1.0], at[0.25]))
+    return verdicts
 
 
 def _verdict(task: str, name: str, full: list[dict[str, Any]], early: list[dict[str, Any]]) -> str:
     gains = [row for row in full if significant(row) and row["difference"]["mean"] > 0]
     losses = [row for row in full if significant(row) and row["difference"]["mean"] < 0]
     start = name.partition("bias=")[2]
-    words = (
+    sentence = (
         f"{task.capitalize()}, a bias that starts at {start}: better in {len(gains)} of {len(full)} settings"
     )
     if losses:
-        words += f", worse in {len(losses)} ({_listed(losses)})"
-    rest = [row for row in full if row not in gains and row not in losses]
-    if gains and rest:
-        words += f", not measurably different in {_listed(rest)}"
+        sentence += f", worse in {len(losses)} ({_listed(losses)})"
+    unchanged = [row for row in full if row not in gains and row not in losses]
+    if gains and unchanged:
+        sentence += f", not measurably different in {_listed(unchanged)}"
     means = [fmean(row["difference"]["mean"] for row in rows) for rows in (early, full)]
-    return f"{words}; on average {means[0]:+.3f} after {BUDGETS[0.25]}, {means[1]:+.3f} after {BUDGETS[1.0]}."
+    return (
+        f"{sentence}; on average {means[0]:+.3f} after {BUDGETS[0.25]}, {means[1]:+.3f} after {BUDGETS[1.0]}."
+    )
 
 
 def _listed(rows: list[dict[str, Any]]) -> str:

@@ -70,8 +70,8 @@ def accuracy_by_depth(results: Results) -> Figure:
     figure, [row] = panels(1, len(results), (1.3 + 1.9 * len(results), 2.6), sharey=True)
     grid = _any(results)["grid"]
     lengths, depths = (list(dict.fromkeys(g[name] for g in grid)) for name in ("length", "depth"))
-    for axes, (label, mine) in zip(row, results.items()):
-        means = np.mean([[g["accuracy"] for g in r["grid"]] for r in mine], 0)
+    for axes, (label, runs) in zip(row, results.items()):
+        means = np.mean([[g["accuracy"] for g in r["grid"]] for r in runs], 0)
         image = axes.imshow(means.reshape(len(lengths), len(depths)).T, vmin=0, vmax=1, aspect="auto",
                             cmap="viridis")  # fmt: skip
         axes.grid(False)
@@ -89,7 +89,7 @@ def residual_by_position(
     results: Results, boundaries: Sequence[tuple[int, str]] = (), bins: int = 32
 ) -> Figure:
     """q_geo along the sequence, as in the paper's Figure "Direct theorem-facing residual contraction" (a)."""
-    results = {v: mine for v, mine in results.items() if "log_q" in mine[0]}
+    results = {v: runs for v, runs in results.items() if "log_q" in runs[0]}
     figure, axes = panel("position", "residual ratio, geometric mean")
     length = len(_any(results)["log_q"])
     edges = np.linspace(0, length, min(bins, length) + 1).astype(int)
@@ -131,7 +131,7 @@ def step_size_sweep(
         axes.axhspan(value.low, value.high, color=colour[label], alpha=0.15, linewidth=0)
         axes.axhline(value.mean, color=colour[label], linewidth=1, label=legend_label(label))
     for label, points in lines.items():
-        x, values = zip(*sorted((eta, estimate(found)) for eta, found in points))
+        x, values = zip(*sorted((eta, estimate(scores)) for eta, scores in points))
         low, high = [v.mean - v.low for v in values], [v.high - v.mean for v in values]
         axes.errorbar(x, [v.mean for v in values], [low, high], color=colour[label], marker="o", markersize=3,
                       linewidth=1.2, capsize=2, label=legend_label(label))  # fmt: skip
@@ -180,9 +180,9 @@ def _bands(
     **style: Any,
 ) -> None:
     colour = colours(results)
-    for label, mine in results.items():
-        columns = [estimate(column) for column in zip(*(y_of(r) for r in mine))]
-        x = x_of(mine[0])
+    for label, runs in results.items():
+        columns = [estimate(column) for column in zip(*(y_of(r) for r in runs))]
+        x = x_of(runs[0])
         axes.plot(
             x,
             [c.mean for c in columns],

@@ -50,6 +50,6 @@ def title(name: str) -> str:
     variant = variant_of(name)
     if variant is None or not name.startswith(variant):
         return name
-    rest = name[len(variant) :]
-    size = rest.removeprefix("-")
-    return TITLES[variant] + (f" {SIZES[size]}" if size in SIZES else rest)
+    suffix = name[len(variant) :]
+    size = suffix.removeprefix("-")
+    return TITLES[variant] + (f" {SIZES[size]}" if size in SIZES else suffix)

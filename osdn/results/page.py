@@ -33,22 +33,22 @@ def section(title: str, *body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{''.join(body)}</section>"
 
 
-def table(found: Table, heading: bool = True) -> str:
+def table(content: Table, heading: bool = True) -> str:
     """A table with its note, and with its title unless the section already has it."""
-    title = f"<h3>{escape(found.title)}</h3>" if heading else ""
-    note = f'<p class="note">{escape(found.note)}</p>' if found.note else ""
-    return f"{title}{note}{html_table(found)}"
+    title = f"<h3>{escape(content.title)}</h3>" if heading else ""
+    note = f'<p class="note">{escape(content.note)}</p>' if content.note else ""
+    return f"{title}{note}{html_table(content)}"
 
 
-def figures(found: Sequence[tuple[Figure, str]]) -> str:
+def figures(captioned: Sequence[tuple[Figure, str]]) -> str:
     """Figures with captions, side by side where there is room."""
-    inside = "".join(figure(drawing, caption) for drawing, caption in found)
+    inside = "".join(figure(drawing, caption) for drawing, caption in captioned)
     return f'<div class="figures">{inside}</div>'
 
 
 def figure(drawing: Figure, caption: str = "") -> str:
-    words = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f"<figure>{svg(drawing)}{words}</figure>"
+    figcaption = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f"<figure>{svg(drawing)}{figcaption}</figure>"
 
 
 # Shadows at the edges of a table show that it can be scrolled: two covers move with the table, two shadows

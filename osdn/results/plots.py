@@ -42,8 +42,10 @@ def losses(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
         if curve.validation:
             steps, values = np.array(curve.validation).T
             for axes in (whole, final):
-                shown = steps >= (0 if axes is whole else 0.75 * curve.tokens[-1])
-                axes.plot(steps[shown] / (unit or 1e3), values[shown], "o", ms=3.5, mfc="white", color=colour)
+                in_range = steps >= (0 if axes is whole else 0.75 * curve.tokens[-1])
+                axes.plot(
+                    steps[in_range] / (unit or 1e3), values[in_range], "o", ms=3.5, mfc="white", color=colour
+                )
     if any(curve.validation for curve in curves.values()):
         whole.plot([], [], "o", ms=3.5, mfc="white", color=GREY, label="validation")
     whole.set_yscale("log")
@@ -186,15 +188,15 @@ def scale_maps(results: Diagnoses) -> Figure:
         mean, spread = np.array(d["mean"]), np.array(d["spread"])
         bound = 100 * (np.array(d["share_at_low"]) + np.array(d["share_at_high"]))
         reach = max(1e-3, float(np.abs(mean - 1).max()))
-        shown = (
+        maps = (
             (mean, "mean of $d$", {"cmap": "coolwarm", "vmin": 1 - reach, "vmax": 1 + reach}),
             (spread, "spread of $d$ over channels", {"cmap": "magma", "vmin": 0}),
             (bound, "% of channels at the box", {"cmap": "magma", "vmin": 0, "vmax": bound.max() or 1}),
         )
-        for axes, (table, words, style) in zip(column, shown):
+        for axes, (table, quantity, style) in zip(column, maps):
             extent = (0, 1, -0.5, len(table) - 0.5)
             image = axes.imshow(table, aspect="auto", origin="lower", extent=extent, **style)
-            figure.colorbar(image, ax=axes, label=words)
+            figure.colorbar(image, ax=axes, label=quantity)
             axes.set_ylabel("layer")
             _whole_numbers(axes)
         box = "no box" if d["bounds"] is None else f"box {d['bounds'][0]} to {d['bounds'][1]}"
@@ -205,10 +207,10 @@ def scale_maps(results: Diagnoses) -> Figure:
 
 def diagnosis(results: Diagnoses) -> dict[str, Figure]:
     """All figures that these diagnoses have data for."""
-    drawn = {"contraction": contraction(results), "tasks": tasks(results), "heads": heads(results)}
+    drawings = {"contraction": contraction(results), "tasks": tasks(results), "heads": heads(results)}
     if any(result["scale"] for result in results.values()):
-        drawn["scale"] = scale_maps(results)
-    return drawn
+        drawings["scale"] = scale_maps(results)
+    return drawings
 
 
 @styled

@@ -25,16 +25,16 @@ Rows = Sequence[dict[str, Any]]
 
 def write_referee(path: Path, content: dict[str, Any], command: str = "osdn lab referee") -> Path:
     """Write the page of a referee's result."""
-    found = verdicts(content)
-    listed = "".join(f"<li>{escape(words)}</li>" for words in found)
+    sentences = verdicts(content)
+    listed = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     tables = [difference_table(content, budget) for budget in (1.0, 0.5, 0.25)]
-    drawn = [(dot_plot(content, base), f"Compared with {title(base)}. {DOTS}") for base in baselines(content)]
+    plots = [(dot_plot(content, base), f"Compared with {title(base)}. {DOTS}") for base in baselines(content)]
     body = [
         f'<ul class="verdicts">{listed}</ul>',
-        section("Contestants by task", *(table(one) for one in tables)),
-        section("Differences with intervals", figures(drawn)),
+        section("Contestants by task", *(table(t) for t in tables)),
+        section("Differences with intervals", figures(plots)),
         section("What tuning chose", table(tuning_table(content)), table(gate_table(content))),
-        section("What the trained writes do", *(table(one) for one in write_tables(content))),
+        section("What the trained writes do", *(table(t) for t in write_tables(content))),
         section("Tasks", table(task_table(content), heading=False)),
         section("Sizes", table(size_table(content), heading=False)),
     ]
@@ -69,30 +69,30 @@ def verdicts(content: dict[str, Any]) -> list[str]:
         for budget in BUDGETS
     }
     compared = [cell for cell, row in at[1.0].items() if row["difference"] is not None]
-    seen = {budget: [cell for cell in compared if significant(at[budget][cell])] for budget in BUDGETS}
+    differing = {budget: [cell for cell in compared if significant(at[budget][cell])] for budget in BUDGETS}
 
     def better(budget: float) -> list[tuple[str, str]]:
-        return [cell for cell in seen[budget] if at[budget][cell]["difference"]["mean"] > 0]
+        return [cell for cell in differing[budget] if at[budget][cell]["difference"]["mean"] > 0]
 
-    more, less = better(1.0), [cell for cell in seen[1.0] if cell not in better(1.0)]
+    more, less = better(1.0), [cell for cell in differing[1.0] if cell not in better(1.0)]
     early = [cell for cell in better(0.25) if cell not in more]
     count = f"{len(compared)} comparisons, {content['seeds']} seeds, corrected by Holm's method"
     if not more:
-        found = [f"With the full budget, nothing beats the tuned plain delta rule ({count})."]
+        sentences = [f"With the full budget, nothing beats the tuned plain delta rule ({count})."]
     else:
-        found = [
+        sentences = [
             f"Better than the tuned plain rule with the full budget ({count}): {_in_words(at[1.0], more)}."
         ]
     if early:
-        found.append(
+        sentences.append(
             f"Learned faster, but holds no more (better after a quarter of the budget, not measurably "
             f"after all of it): {_in_words(at[0.25], early)}."
         )
     if less:
-        found.append(f"Worse with the full budget: {_in_words(at[1.0], less)}.")
-    if not seen[1.0]:
-        found.append("Nothing is measurably worse either.")
-    return found
+        sentences.append(f"Worse with the full budget: {_in_words(at[1.0], less)}.")
+    if not differing[1.0]:
+        sentences.append("Nothing is measurably worse either.")
+    return sentences
 
 
 SPELLED_OUT = 6  # a sentence with more differences than this leaves out their intervals
@@ -100,15 +100,15 @@ SPELLED_OUT = 6  # a sentence with more differences than this leaves out their i
 
 def _in_words(rows: dict[tuple[str, str], dict[str, Any]], cells: Sequence[tuple[str, str]]) -> str:
     """For each contestant, its tasks and differences; with intervals unless there are many."""
-    found = []
+    parts = []
     for name in dict.fromkeys(contestant for _, contestant in cells):
         tasks = [trial for trial, contestant in cells if contestant == name]
         differences = [difference_of(rows[trial, name]["difference"]) for trial in tasks]
         spelled = [
             str(d) if len(cells) <= SPELLED_OUT or d is None else f"{d.mean:+.3f}" for d in differences
         ]
-        found.append(f"{title(name)} on {', '.join(f'{t} ({d})' for t, d in zip(tasks, spelled))}")
-    return "; ".join(found)
+        parts.append(f"{title(name)} on {', '.join(f'{t} ({d})' for t, d in zip(tasks, spelled))}")
+    return "; ".join(parts)
 
 
 def _count(n: int, what: str) -> str:
@@ -140,13 +140,13 @@ def difference_table(content: dict[str, Any], budget: float) -> Table:
 
 
 def _matrix(
-    name: str, content: dict[str, Any], rows: Rows, cell: Callable[[dict[str, Any]], Cell], note: str = ""
+    name: str, content: dict[str, Any], records: Rows, cell: Callable[[dict[str, Any]], Cell], note: str = ""
 ) -> Table:
     """Contestants by task, with a rule above each backbone."""
     trials = [trial["name"] for trial in content["trials"]]
-    by_cell = {(row["contestant"], row["trial"]): row for row in rows}
+    by_cell = {(row["contestant"], row["trial"]): row for row in records}
     names = list(dict.fromkeys(row["contestant"] for row in content["rows"]))
-    found = [
+    rows = [
         Row(
             f"{_label(n)}{' (plain)' * (n in baselines(content))}",
             [cell(by_cell[n, trial]) for trial in trials],
@@ -154,7 +154,7 @@ def _matrix(
         )
         for n in names
     ]
-    return Table(name, trials, found, note)
+    return Table(name, trials, rows, note)
 
 
 def _label(name: str) -> str:
@@ -188,15 +188,15 @@ def write_tables(content: dict[str, Any]) -> list[Table]:
         "key_scale": "Mean scale of the write keys, ⟨w, k⟩ / ⟨k, k⟩",
         "q_geo": "Residual ratio, geometric mean",
     }
-    found = []
-    for key, words in quantities.items():
+    tables = []
+    for key, name in quantities.items():
 
         def cell(row: dict[str, Any], key: str = key) -> Cell:
             return Cell(f"{row[key]:.3f}") if key in row else Cell()
 
         lacking = any(key not in row for row in content["writes"])
-        found.append(_matrix(words, content, content["writes"], cell, LACKING[key] if lacking else ""))
-    return found
+        tables.append(_matrix(name, content, content["writes"], cell, LACKING[key] if lacking else ""))
+    return tables
 
 
 LACKING = {
@@ -252,13 +252,13 @@ def dot_plot(content: dict[str, Any], base: str) -> Figure:
         if row["budget"] not in (0.25, 1.0):
             continue
         full, i = row["budget"] == 1.0, names.index(row["contestant"])
-        place = trials.index(row["trial"]) + (i - (len(names) - 1) / 2) * 0.8 / max(1, len(names))
-        place += 0.0 if full else 0.06
+        y = trials.index(row["trial"]) + (i - (len(names) - 1) / 2) * 0.8 / max(1, len(names))
+        y += 0.0 if full else 0.06
         d, own = estimate_of(row["difference"]), colour[row["contestant"]]
-        axes.plot([d.low, d.high], [place, place], color=own, linewidth=1.0, alpha=0.9 if full else 0.35)
+        axes.plot([d.low, d.high], [y, y], color=own, linewidth=1.0, alpha=0.9 if full else 0.35)
         label = legend_label(row["contestant"]) if full and row["trial"] == trials[0] else None
         fill = own if full else "white"
-        axes.plot(d.mean, place, "o", color=own, markersize=4, markerfacecolor=fill, label=label)
+        axes.plot(d.mean, y, "o", color=own, markersize=4, markerfacecolor=fill, label=label)
     axes.axvline(0, color=GREY, linewidth=0.8)
     axes.set_yticks(np.arange(len(trials)), trials)
     axes.set_ylim(len(trials) - 0.5, -0.5)

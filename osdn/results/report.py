@@ -62,11 +62,11 @@ def write_report(store: Store, path: Path, everything: bool = False) -> Path:
 
 
 def _headline(comparisons: list[Comparison], store: Store) -> str:
-    found = [words for comparison in comparisons for words in findings(comparison)]
+    sentences = [sentence for comparison in comparisons for sentence in findings(comparison)]
     for _, content in store.experiments:
         metric = "loss" if any(row["metric"] == "loss" for row in content["rows"]) else "accuracy"
         if any(row["metric"] == metric and row["difference"] for row in content["rows"]):
-            found.append(
+            sentences.append(
                 verdict(
                     content["rows"],
                     metric,
@@ -74,12 +74,13 @@ def _headline(comparisons: list[Comparison], store: Store) -> str:
                 )
             )
     for _, content in store.contests:
-        found += [
-            f"{CONTESTS[content['kind']][0]}: {words}" for words in CONTESTS[content["kind"]][1](content)
+        sentences += [
+            f"{CONTESTS[content['kind']][0]}: {sentence}"
+            for sentence in CONTESTS[content["kind"]][1](content)
         ]
-    if not found:
-        found = ["No model has a baseline to compare with yet."]
-    return f'<ul class="verdicts">{"".join(f"<li>{escape(words)}</li>" for words in found)}</ul>'
+    if not sentences:
+        sentences = ["No model has a baseline to compare with yet."]
+    return f'<ul class="verdicts">{"".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)}</ul>'
 
 
 def findings(comparison: Comparison) -> Iterator[str]:
@@ -111,82 +112,82 @@ def _change(score: Score, digits: int, unit: str, more_is_better: bool) -> str:
 def _paper_section(
     spec: PaperTable, comparisons: list[Comparison], store: Store, everything: bool
 ) -> list[str]:
-    shown = [comparing.paper_table(comparison, spec) for comparison in comparisons]
-    found = [one for one in shown if one is not None]
-    if everything and not found:
+    by_comparison = [comparing.paper_table(comparison, spec) for comparison in comparisons]
+    tables = [t for t in by_comparison if t is not None]
+    if everything and not tables:
         empty = comparisons[0] if comparisons else Comparison("", [], {})
-        found = [one for one in [comparing.paper_table(empty, spec, everything=True)] if one is not None]
+        tables = [t for t in [comparing.paper_table(empty, spec, everything=True)] if t is not None]
     elif everything:
-        place = next(i for i, one in enumerate(shown) if one is not None)
-        full = comparing.paper_table(comparisons[place], spec, everything=True)
-        found[0] = full if full is not None else found[0]
-    drawn = _figures(spec, comparisons, store)
-    if not found and not drawn:
+        first = next(i for i, t in enumerate(by_comparison) if t is not None)
+        full = comparing.paper_table(comparisons[first], spec, everything=True)
+        tables[0] = full if full is not None else tables[0]
+    drawings = _figures(spec, comparisons, store)
+    if not tables and not drawings:
         return []
-    parts = [table(one, heading=one.title != spec.title) for one in found]
-    return [section(spec.title, *parts, *(figure(one) for one in drawn))]
+    parts = [table(t, heading=t.title != spec.title) for t in tables]
+    return [section(spec.title, *parts, *(figure(drawing) for drawing in drawings))]
 
 
 def _figures(spec: PaperTable, comparisons: list[Comparison], store: Store) -> list[Figure]:
     labels = store.labels()
     if spec is DIAGNOSTIC:
         newest = {labels[model_key(model)]: content for model, content in store.diagnoses}
-        drawn = plots.diagnosis(newest) if newest else {}
-        return [drawn[name] for name in ("contraction", "heads", "scale") if name in drawn]
+        by_name = plots.diagnosis(newest) if newest else {}
+        return [by_name[name] for name in ("contraction", "heads", "scale") if name in by_name]
     if spec is TRAINING:
         runs = {labels[model_key(run.model)]: run.lines for run in store.runs if run.lines}
         return [plots.losses(runs)] if runs else []
     name = "summary" if spec is GENERAL else "pg19" if spec is PG19 else ""
-    found = [comparing.figures(comparison).get(name) for comparison in comparisons] if name else []
-    return [one for one in found if one is not None]
+    drawings = [comparing.figures(comparison).get(name) for comparison in comparisons] if name else []
+    return [drawing for drawing in drawings if drawing is not None]
 
 
 def _contests(store: Store) -> list[str]:
     """The main table of every result of the referee and the write-gate study."""
     kinds = [content["kind"] for _, content in store.contests]
-    found = []
+    sections = []
     for folder, content in store.contests:
         name, _, tables = CONTESTS[content["kind"]]
         where = f" — {folder}" if kinds.count(content["kind"]) > 1 else ""
-        found.append(section(f"{name}{where}", *(table(one) for one in tables(content))))
-    return found
+        sections.append(section(f"{name}{where}", *(table(t) for t in tables(content))))
+    return sections
 
 
 def _experiments(store: Store) -> list[str]:
     names = [content["experiment"] for _, content in store.experiments]
-    found = []
+    sections = []
     for folder, content in store.experiments:
         name = f"Lab: {content['experiment']}"
         where = f" — {folder}" if names.count(content["experiment"]) > 1 else ""
-        shown = experiment_table(content["rows"], content["description"])
-        found.append(section(f"{name}{where}", table(shown)))
-    return found
+        summary = experiment_table(content["rows"], content["description"])
+        sections.append(section(f"{name}{where}", table(summary)))
+    return sections
 
 
 def _operators(store: Store) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_device: dict[str, list[str]] = {}
     for content in store.operators:
-        for one in content["tables"]:
-            found.setdefault(content["device"], []).append(table(operator_table(one)))
-    return found
+        for timings in content["tables"]:
+            by_device.setdefault(content["device"], []).append(table(operator_table(timings)))
+    return by_device
 
 
 def operator_table(content: dict[str, Any]) -> Table:
     """Milliseconds of the operators and their peers, and their ratios to the limit."""
-    rows = content["ms"]
+    timings = content["ms"]
     columns = {"best ms": "min", "median ms": "median", "× limit": "ratio", "H100 data sheet": "implied"}
-    columns = {title: key for title, key in columns.items() if any(key in row for row in rows.values())}
-    peer = next((row["min"] for name, row in rows.items() if "transformers" in name), None)
+    columns = {title: key for title, key in columns.items() if any(key in row for row in timings.values())}
+    peer = next((row["min"] for name, row in timings.items() if "transformers" in name), None)
     head = [*columns, *(["× transformers"] if peer else [])]
-    found = []
+    rows = []
     if content.get("limit_ms"):
         limit = {"min": content["limit_ms"], "ratio": 1.0}
         cells = [Cell(_milliseconds(limit.get(key), key)) for key in columns.values()]
-        found.append(Row("limit", [*cells, *([Cell("")] if peer else [])], faint=True))
-    for name, row in rows.items():
+        rows.append(Row("limit", [*cells, *([Cell("")] if peer else [])], faint=True))
+    for name, row in timings.items():
         cells = [Cell(_milliseconds(row.get(key), key)) for key in columns.values()]
-        found.append(Row(name, [*cells, *([Cell(f"{peer / row['min']:.1f}")] if peer else [])]))
-    return Table(content["title"], head, found)
+        rows.append(Row(name, [*cells, *([Cell(f"{peer / row['min']:.1f}")] if peer else [])]))
+    return Table(content["title"], head, rows)
 
 
 def _milliseconds(x: float | None, key: str) -> str:

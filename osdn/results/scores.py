@@ -58,16 +58,16 @@ Documents = Mapping[str, np.ndarray]  # the scores of documents by column: [N], 
 
 def derive(scores: Scores) -> dict[str, Score]:
     """The scores, together with those derived from them."""
-    found = {
+    derived = {
         name: mean([scores[part] for part in parts])
         for name, parts in MEANS.items()
         if all(part in scores for part in parts)
     }
     if "wikitext_ppl" in scores and "lambada_ppl" in scores:
-        found["lm_ppl"] = geometric_mean(scores["wikitext_ppl"], scores["lambada_ppl"])
+        derived["lm_ppl"] = geometric_mean(scores["wikitext_ppl"], scores["lambada_ppl"])
     if BUCKETS[1] in scores and BUCKETS[-1] in scores:
-        found["pg19_drift"] = difference(scores[BUCKETS[-1]], scores[BUCKETS[1]])
-    return {**scores, **found}
+        derived["pg19_drift"] = difference(scores[BUCKETS[-1]], scores[BUCKETS[1]])
+    return {**scores, **derived}
 
 
 def changes(
@@ -78,16 +78,16 @@ def changes(
     If both models answered the same documents, the error is that of the paired differences: some documents
     are hard for every model, which independent errors would count twice.
     """
-    found = {}
+    differences = {}
     if "recall_repeated" in scores and "recall_repeated" in baseline:
-        found["repeated_change"] = difference(scores["recall_repeated"], baseline["recall_repeated"])
+        differences["repeated_change"] = difference(scores["recall_repeated"], baseline["recall_repeated"])
     if "lm_ppl" in scores and "lm_ppl" in baseline:
-        found["nll_change"] = difference(_log(scores["lm_ppl"]), _log(baseline["lm_ppl"]))
-    for name, score in found.items():
+        differences["nll_change"] = difference(_log(scores["lm_ppl"]), _log(baseline["lm_ppl"]))
+    for name, score in differences.items():
         pairs = [((documents or {}).get(part), (theirs or {}).get(part)) for part in CHANGES[name]]
         error = root_of_squares(*(paired_error(*pair) for pair in pairs), factor=1 / len(pairs))
-        found[name] = Score(score.value, score.error if error is None else error)
-    return found
+        differences[name] = Score(score.value, score.error if error is None else error)
+    return differences
 
 
 def paired_error(ours: np.ndarray | None, theirs: np.ndarray | None) -> float | None:

@@ -143,11 +143,11 @@ class Store:
 
     def models(self) -> list[Identity]:
         """Every model with a result, grouped by block, each block's baseline first."""
-        found: dict[tuple[Any, ...], Identity] = {}
+        identities: dict[tuple[Any, ...], Identity] = {}
         for identity in self._identities():
-            found.setdefault(model_key(identity), identity)
-        blocks = list(dict.fromkeys(model.block for model in found.values()))
-        return sorted(found.values(), key=lambda m: (blocks.index(m.block), not m.baseline))
+            identities.setdefault(model_key(identity), identity)
+        blocks = list(dict.fromkeys(model.block for model in identities.values()))
+        return sorted(identities.values(), key=lambda m: (blocks.index(m.block), not m.baseline))
 
     def labels(self) -> dict[tuple[Any, ...], str]:
         """The label of each model: its title, plus the place of its weights if several models share it."""
@@ -166,8 +166,8 @@ class Store:
 
     def _identities(self) -> Iterator[Identity]:
         # Presets that were only timed come last, so a trained model of the same name takes precedence.
-        found = [m.model for m in self.measurements] + [run.model for run in self.runs]
-        yield from sorted(found, key=lambda model: model.weights is None)
+        identities = [m.model for m in self.measurements] + [run.model for run in self.runs]
+        yield from sorted(identities, key=lambda model: model.weights is None)
 
 
 def model_key(model: Identity) -> tuple[Any, ...]:
@@ -178,7 +178,7 @@ def model_key(model: Identity) -> tuple[Any, ...]:
 def read_results(paths: Iterable[str | Path]) -> Store:
     """All results in the paths; if something was measured several times, the newest result counts."""
     store = Store()
-    found: dict[tuple[Any, ...], Measurement] = {}
+    newest: dict[tuple[Any, ...], Measurement] = {}
     for path in _candidates(map(Path, paths)):
         try:
             if path.name == METRICS:
@@ -193,21 +193,21 @@ def read_results(paths: Iterable[str | Path]) -> Store:
             continue  # not one of our files
         store.files.append(path)
         for measurement in measurements:
-            before = found.get(measurement.key)
+            before = newest.get(measurement.key)
             if before is None or before.date <= measurement.date:
-                found[measurement.key] = measurement
-    store.measurements = list(found.values())
+                newest[measurement.key] = measurement
+    store.measurements = list(newest.values())
     return store
 
 
 def _candidates(paths: Iterable[Path]) -> list[Path]:
-    found: set[Path] = set()
+    candidates: set[Path] = set()
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist; name a result file or folder, such as runs")
         files = [path] if path.is_file() else [*path.rglob("*.json"), *path.rglob(METRICS)]
-        found |= {f for f in files if not any(part.startswith("checkpoint-") for part in f.parts)}
-    return sorted(found)
+        candidates |= {f for f in files if not any(part.startswith("checkpoint-") for part in f.parts)}
+    return sorted(candidates)
 
 
 def _read_file(store: Store, path: Path) -> list[Measurement] | None:
@@ -245,7 +245,7 @@ def _identity(content: dict[str, Any]) -> Identity:
 
 def _read_evaluation(store: Store, path: Path, content: dict[str, Any]) -> list[Measurement]:
     model = _identity(content)
-    found = []
+    measurements = []
     for task in content["tasks"].values():
         date = task.get("date", content["date"])
         documents = task.get("by_document", {})
@@ -254,8 +254,10 @@ def _read_evaluation(store: Store, path: Path, content: dict[str, Any]) -> list[
             by_document = np.array(documents[column], float) if column in documents else None
             protocol, data = in_words(task["protocol"]), Data.of(task["data"])
             cut = task.get("truncated", {}).get("prompts", 0)
-            found.append(Measurement(model, column, score, path, date, protocol, data, cut, by_document))
-    return found
+            measurements.append(
+                Measurement(model, column, score, path, date, protocol, data, cut, by_document)
+            )
+    return measurements
 
 
 def _read_diagnosis(store: Store, path: Path, content: dict[str, Any]) -> list[Measurement]:
@@ -272,19 +274,19 @@ def _read_diagnosis(store: Store, path: Path, content: dict[str, Any]) -> list[M
 
 
 def _read_throughput(store: Store, path: Path, content: dict[str, Any]) -> list[Measurement]:
-    shown = ("tokens_per_second", "prefill_ms", "decode_ms", "paired_change", "state_mib")
+    columns = ("tokens_per_second", "prefill_ms", "decode_ms", "paired_change", "state_mib")
     protocol = in_words({key: content[key] for key in ("prefill", "decode")})
     data = Data(f"{content['device']}, {content['dtype']}")
-    found = []
+    measurements = []
     for row in content["rows"]:
-        values = {key: row[key] for key in shown if row.get(key) is not None}
+        values = {key: row[key] for key in columns if row.get(key) is not None}
         if row.get("change") is not None:
             values["throughput_change"] = row["change"]
-        found += [
+        measurements += [
             Measurement(_identity(row), key, Score(_number(x)), path, content["date"], protocol, data)
             for key, x in values.items()
         ]
-    return found
+    return measurements
 
 
 def _read_training(store: Store, path: Path, content: dict[str, Any]) -> list[Measurement]:
@@ -370,11 +372,11 @@ def _checked_contest(content: dict[str, Any]) -> dict[str, Any]:
         numbers += [row["t_p"], row["adjusted"]]
     for x in numbers:
         _number(x)
-    found = {(row["trial"], row["contestant"], row["budget"]) for row in rows}
+    present = {(row["trial"], row["contestant"], row["budget"]) for row in rows}
     names = dict.fromkeys(row["contestant"] for row in rows)
-    wanted = [(t, n, b) for t in trials for n in names for b in (0.25, 0.5, 1.0)]
-    missing = [cell for cell in wanted if cell not in found]
-    if missing or not wanted:
+    expected = [(t, n, b) for t in trials for n in names for b in (0.25, 0.5, 1.0)]
+    missing = [cell for cell in expected if cell not in present]
+    if missing or not expected:
         trial, name, budget = (*missing, ("any trial", "no contestant", 1.0))[0]
         raise ValueError(f"{name} has no result in {trial} after {budget:g} of the budget")
     return content

@@ -61,24 +61,24 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 
     If a variant appears several times, with other sizes or sweeps, only the first gets its colour.
     """
-    found: dict[str, str] = {}
+    chosen: dict[str, str] = {}
     waiting = []
     for name in names:
         own = COLOURS.get(variant_of(name) or "")
-        if own is not None and own not in found.values():
-            found[name] = own
+        if own is not None and own not in chosen.values():
+            chosen[name] = own
         else:
             waiting.append(name)
-    free = [c for c in (*OTHERS, *COLOURS.values()) if c not in found.values()] or list(OTHERS)
+    free = [c for c in (*OTHERS, *COLOURS.values()) if c not in chosen.values()] or list(OTHERS)
     for name in waiting:
         # by hash, so that a name has the same colour everywhere if it is free
-        place = zlib.crc32(name.encode()) % len(OTHERS)
-        wanted = OTHERS[place]
-        colour = wanted if wanted in free else free[0]
-        found[name] = colour
+        index = zlib.crc32(name.encode()) % len(OTHERS)
+        preferred = OTHERS[index]
+        colour = preferred if preferred in free else free[0]
+        chosen[name] = colour
         if len(free) > 1:
             free.remove(colour)
-    return found
+    return chosen
 
 
 def legend_label(name: str) -> str:
@@ -128,13 +128,13 @@ def svg(figure: Figure) -> str:
     text = io.StringIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(text, format="svg", metadata={"Date": None})
-    found = text.getvalue()
-    found = found[found.index("<svg") :]
-    found = re.sub(r"<metadata>.*?</metadata>", "", found, flags=re.DOTALL)
-    prefix = f"f{zlib.crc32(found.encode()):x}"
-    found = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', found)
-    found = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', found)
-    found = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", found)
-    width = float(re.search(r'<svg [^>]*width="([\d.]+)pt"', found).group(1))  # type: ignore[union-attr]
+    svg_text = text.getvalue()
+    svg_text = svg_text[svg_text.index("<svg") :]
+    svg_text = re.sub(r"<metadata>.*?</metadata>", "", svg_text, flags=re.DOTALL)
+    prefix = f"f{zlib.crc32(svg_text.encode()):x}"
+    svg_text = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg_text)
+    svg_text = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', svg_text)
+    svg_text = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", svg_text)
+    width = float(re.search(r'<svg [^>]*width="([\d.]+)pt"', svg_text).group(1))  # type: ignore[union-attr]
     size = f'style="width:{width / 12:.1f}rem"'  # as wide as drawn, but never wider than the page
-    return re.sub(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', rf'<svg \1 {size} role="img">', found, count=1)
+    return re.sub(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', rf'<svg \1 {size} role="img">', svg_text, count=1)

@@ -102,10 +102,10 @@ def throughput_table(content: dict[str, Any]) -> Table:
 
 def check_tables(title_: str, checks: Sequence[Any], violations: Sequence[Any]) -> list[Table]:
     """The statements of the theory, and whether they hold without one of their hypotheses."""
-    held = [Row(c.statement, [*_sides(c), Cell(c.tightness), Cell(c.verdict, good=c.passed)]) for c in checks]
+    rows = [Row(c.statement, [*_sides(c), Cell(c.tightness), Cell(c.verdict, good=c.passed)]) for c in checks]
     head = ["left", "", "right"]
     name = f"{title_} (logarithms, medians)"
-    found = [Table(name, [*head, "tightness", "verdict"], held, corner="statement", left=(1, 3, 4))]
+    tables = [Table(name, [*head, "tightness", "verdict"], rows, corner="statement", left=(1, 3, 4))]
     broken = []
     for violation in violations:
         outcome = "holds" if violation.check.holds else "fails"
@@ -114,8 +114,8 @@ def check_tables(title_: str, checks: Sequence[Any], violations: Sequence[Any]) 
         broken.append(Row(violation.check.statement, [*cells, Cell("; ".join(violation.check.violated))]))
     if broken:
         name = "Each hypothesis broken on purpose (logarithms, medians)"
-        found.append(Table(name, [*head, "outcome", "without"], broken, corner="statement", left=(1, 3, 4)))
-    return found
+        tables.append(Table(name, [*head, "outcome", "without"], broken, corner="statement", left=(1, 3, 4)))
+    return tables
 
 
 def _sides(check: Any) -> list[Cell]:

@@ -78,32 +78,32 @@ def for_terminal(table: Table, width: int) -> Iterator[RichTable]:
 
 def _widths(table: Table) -> list[int]:
     """The width of each column in characters, including the space before it."""
-    found = [max(map(len, title.split()), default=0) for title in table.head]
+    widths = [max(map(len, title.split()), default=0) for title in table.head]
     for row in table.rows:
         if not row.heading:
-            found = [max(n, len(f"{cell.text} {cell.error}".strip())) for n, cell in zip(found, row.cells)]
-    return [n + 1 for n in found]
+            widths = [max(n, len(f"{cell.text} {cell.error}".strip())) for n, cell in zip(widths, row.cells)]
+    return [n + 1 for n in widths]
 
 
-def _new(table: Table) -> RichTable:
+def _rich_table(table: Table) -> RichTable:
     title = escape(printable(table.title))
     return RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def _upright(table: Table) -> RichTable:
-    found = _new(table)
-    found.add_column(escape(table.corner), overflow="fold")
+    grid = _rich_table(table)
+    grid.add_column(escape(table.corner), overflow="fold")
     for i, title in enumerate(table.head):
-        found.add_column(escape(title), justify="left" if i in table.left else "right")
+        grid.add_column(escape(title), justify="left" if i in table.left else "right")
     for row in table.rows:
-        if row.rule and found.row_count:
-            found.add_section()
+        if row.rule and grid.row_count:
+            grid.add_section()
         if row.heading:
-            found.add_row(f"[bold]{escape(printable(row.label))}[/]")
+            grid.add_row(f"[bold]{escape(printable(row.label))}[/]")
         else:
             cells = [_rich(cell) for cell in row.cells]
-            found.add_row(escape(printable(row.label)), *cells, style="dim" if row.faint else "")
-    return found
+            grid.add_row(escape(printable(row.label)), *cells, style="dim" if row.faint else "")
+    return grid
 
 
 def _sideways(table: Table, width: int) -> Iterator[RichTable]:
@@ -121,16 +121,16 @@ def _sideways(table: Table, width: int) -> Iterator[RichTable]:
     at_once = -(-len(models) // -(-len(models) // at_once))  # parts of equal size
     for start in range(0, len(models), at_once):
         part = models[start : start + at_once]
-        found = _new(table)
-        found.add_column("", no_wrap=True)
+        grid = _rich_table(table)
+        grid.add_column("", no_wrap=True)
         for label, _, _ in part:
-            found.add_column(escape(printable(label)), justify="right", overflow="fold", min_width=8)
+            grid.add_column(escape(printable(label)), justify="right", overflow="fold", min_width=8)
         for i, title in enumerate(table.head):
-            found.add_row(escape(title), *(_rich(ours[i]) for _, ours, _ in part))
+            grid.add_row(escape(title), *(_rich(ours[i]) for _, ours, _ in part))
             if any(theirs is not None and theirs[i].text != NONE for _, _, theirs in part):
                 cells = [NONE if theirs is None else _rich(theirs[i]) for _, _, theirs in part]
-                found.add_row(paper, *cells, style="dim")
-        yield found
+                grid.add_row(paper, *cells, style="dim")
+        yield grid
 
 
 def _rich(cell: Cell) -> str:

@@ -100,8 +100,8 @@ def set_aside(path: Path) -> None:
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, newest first."""
-    found = [path for path in run.glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
-    return sorted(found, key=step_of, reverse=True)
+    paths = [path for path in run.glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:

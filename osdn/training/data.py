@@ -48,16 +48,16 @@ class SourceFiles:
         self.source = source
         paths = sysconfig.get_paths()
         roots = {"stdlib": [paths["stdlib"]], "installed": [paths["stdlib"], paths["purelib"]]}[source]
-        found: dict[str, Path] = {}
+        files: dict[str, Path] = {}
         for root in map(Path, dict.fromkeys(roots)):
             for path in root.rglob("*.py"):
                 name = path.relative_to(root).as_posix()
                 if "-packages" not in name:
-                    found.setdefault(name, path)
-        names = sorted(found)
+                    files.setdefault(name, path)
+        names = sorted(files)
         if source == "installed":
             names.sort(key=lambda name: zlib.crc32(name.encode()))
-        self.paths = {name: found[name] for name in names}
+        self.paths = {name: files[name] for name in names}
 
     @cached_property
     def fingerprint(self) -> str:

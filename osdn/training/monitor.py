@@ -169,9 +169,9 @@ class Diagnostics(TrainerCallback):
             self.hooks.pop().remove()
         if self.seen:
             self.trainer.more_logs |= {
-                f"{name}/{layer}": sum(x[name] for x in found) / len(found)
-                for layer, found in self.seen.items()
-                for name in found[0]
+                f"{name}/{layer}": sum(x[name] for x in measured) / len(measured)
+                for layer, measured in self.seen.items()
+                for name in measured[0]
             }
             self.seen = {}
             control.should_log = True

@@ -227,12 +227,12 @@ def _resolved(path: Path, above: list[Path]) -> dict[str, Any]:
         raise ValueError(f"{path}: base is {base!r}; it must be a file or the name of a shipped config")
     above = [*above, path.resolve()]
     try:
-        found = _find(base, path.parent)
+        base_path = _find(base, path.parent)
     except OSError as error:
         raise type(error)(f"{path}: base is {base}, but {error}") from None
-    if found.resolve() in above:
+    if base_path.resolve() in above:
         raise ValueError(f"{path}: base is {base}, which leads back to this file")
-    return _overlay(_resolved(found, above), content)
+    return _overlay(_resolved(base_path, above), content)
 
 
 def _overlay(base: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:

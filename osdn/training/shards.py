@@ -44,13 +44,13 @@ def check_shards(folder: Path) -> None:
 class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> index.Metadata:
         with Path(self.path, INDEX).open("rb") as file:
-            found = _Unpickler(file).load()
-        if not isinstance(found, index.Metadata) or not isinstance(found.storage_data, dict):
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, index.Metadata) or not isinstance(metadata.storage_data, dict):
             raise ValueError(f"{INDEX} is not the index of a sharded checkpoint")
-        for info in found.storage_data.values():
+        for info in metadata.storage_data.values():
             if Path(info.relative_path).name != info.relative_path:
                 raise ValueError(f"{INDEX} names {info.relative_path!r}, which is not in the same folder")
-        return found
+        return metadata
 
 
 class _Planner(dcp.DefaultLoadPlanner):

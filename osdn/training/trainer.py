@@ -278,8 +278,8 @@ def train(settings: RunSettings) -> Path:
 
     first = arguments.process_index == 0
     with _locked(run) if first else nullcontext():
-        found: list[Any] = [_prepare(run, settings) if first else None]
-        checkpoint, finished = (broadcast_object_list(found) if devices > 1 else found)[0]
+        start: list[Any] = [_prepare(run, settings) if first else None]
+        checkpoint, finished = (broadcast_object_list(start) if devices > 1 else start)[0]
         if not finished:
             step = checkpoints.step_of(checkpoint) if checkpoint else 0
             if first:

@@ -139,8 +139,8 @@ class Recurrence:
 
     def _sizes(self, inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, int]:
         sizes = {"K": 1, "V": 1, "M": 1}
-        for declared, given in ((self.inputs, inputs), (self.weights, weights)):
+        for declared, tensors in ((self.inputs, inputs), (self.weights, weights)):
             for name, spec in declared.items():
-                sizes.update(zip(spec.axes, given[name].shape[-len(spec.axes) :]))
+                sizes.update(zip(spec.axes, tensors[name].shape[-len(spec.axes) :]))
         sizes.pop("1", None)
         return sizes

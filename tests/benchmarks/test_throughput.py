@@ -28,7 +28,9 @@ def test_models_are_grouped_by_block_with_the_baseline_first():
 
 
 def test_presets_of_a_block_share_only_their_weights():
-    models = [one.model for one in throughput.build(["delta_net-tiny", "osdn-tiny", "osdn-apf-tiny"], "cpu")]
+    models = [
+        entry.model for entry in throughput.build(["delta_net-tiny", "osdn-tiny", "osdn-apf-tiny"], "cpu")
+    ]
     base, plain, apf = (dict(model.named_parameters()) for model in models)
     assert base.keys() == plain.keys()
     assert {name for name in apf if name not in base} == {

@@ -201,13 +201,13 @@ def test_hidden_states_gradients_and_many_rows_take_the_layers(runs):
     with torch.no_grad():
         cache = decode(model)[1]
         runs.clear()
-        one = torch.ones(BATCH, 1, dtype=torch.int64)
-        hidden = model(one, past_key_values=cache, output_hidden_states=True).hidden_states
+        token = torch.ones(BATCH, 1, dtype=torch.int64)
+        hidden = model(token, past_key_values=cache, output_hidden_states=True).hidden_states
         assert len(hidden) == model.config.num_hidden_layers + 1
         decode(model, batch=9)
         with torch.autocast("cpu", torch.bfloat16):
-            model(one, past_key_values=cache)
-    model(one, past_key_values=cache).logits.sum().backward()
+            model(token, past_key_values=cache)
+    model(token, past_key_values=cache).logits.sum().backward()
     assert model.model.layers[0].attn.q_proj.weight.grad is not None
     assert runs == []
 
@@ -215,14 +215,14 @@ def test_hidden_states_gradients_and_many_rows_take_the_layers(runs):
 def test_two_threads_may_decode_at_once():
     model = build()
     want, _ = decode(model, batch=1)
-    found = []
-    workers = [threading.Thread(target=lambda: found.append(decode(model, batch=1)[0])) for _ in range(4)]
+    outputs = []
+    workers = [threading.Thread(target=lambda: outputs.append(decode(model, batch=1)[0])) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert len(found) == 4
-    for got in found:
+    assert len(outputs) == 4
+    for got in outputs:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -239,11 +239,11 @@ def test_outputs_are_not_written_over_by_the_next_token():
     model = build()
     with torch.no_grad():
         cache = decode(model)[1]
-        one = torch.ones(BATCH, 1, dtype=torch.int64)
-        first = model.model(one, past_key_values=cache).last_hidden_state
-        kept = first.clone()
-        model.model(one + 1, past_key_values=cache)
-    assert torch.equal(first, kept)
+        token = torch.ones(BATCH, 1, dtype=torch.int64)
+        first = model.model(token, past_key_values=cache).last_hidden_state
+        before = first.clone()
+        model.model(token + 1, past_key_values=cache)
+    assert torch.equal(first, before)
 
 
 def test_a_model_is_freed_with_its_program():

@@ -150,7 +150,7 @@ def test_a_loss_that_is_nan_does_not_have_healthy_gradients(backend, where, seen
 def test_chunkwise_keeps_the_gradients_of_earlier_tokens(where):
     """Of a loss that sees earlier outputs alone: what comes later counts as if it were not there."""
     p = problem()
-    found = []
+    results = []
     for value in (None, torch.nan):
         if value is not None:
             p.tensors[where][:, SICK] = value
@@ -158,9 +158,9 @@ def test_chunkwise_keeps_the_gradients_of_earlier_tokens(where):
         leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
         o, _ = delta_rule(**leaves, **options, backend="chunkwise")
         grads = gradients(o[:, :SICK].sum(), leaves)
-        found.append({n: g if n == "grad_initial_state" else g[:, :SICK] for n, g in grads.items()})
-    for name, want in found[0].items():
-        torch.testing.assert_close(found[1][name], want, msg=name)
+        results.append({n: g if n == "grad_initial_state" else g[:, :SICK] for n, g in grads.items()})
+    for name, want in results[0].items():
+        torch.testing.assert_close(results[1][name], want, msg=name)
 
 
 def test_chunkwise_is_causal_where_it_cannot_look_at_numbers():

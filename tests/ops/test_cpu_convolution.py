@@ -43,8 +43,8 @@ def problem(B, T, D, W, lengths, bias, tail, dtype, layout, seed=0):
 def gradients(function, inputs, weights):
     inputs = [None if y is None else y.detach().requires_grad_() for y in inputs]
     y = function(*inputs)
-    wanted = [x for x in inputs if x is not None]
-    return [y.detach(), *torch.autograd.grad((y * weights.to(y.dtype)).sum(), wanted)]
+    leaves = [x for x in inputs if x is not None]
+    return [y.detach(), *torch.autograd.grad((y * weights.to(y.dtype)).sum(), leaves)]
 
 
 def agree(B, T, D, W, lengths, bias, tail, silu, dtype, layout):

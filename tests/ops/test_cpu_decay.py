@@ -16,8 +16,8 @@ def formula(x, rate, bias, bound):
 def gradients(function, inputs, weights):
     inputs = [None if y is None else y.detach().requires_grad_() for y in inputs]
     y = function(*inputs)
-    wanted = [x for x in inputs if x is not None]
-    return [y.detach(), *torch.autograd.grad((y * weights.to(y.dtype)).sum(), wanted)]
+    leaves = [x for x in inputs if x is not None]
+    return [y.detach(), *torch.autograd.grad((y * weights.to(y.dtype)).sum(), leaves)]
 
 
 @pytest.mark.parametrize("layout", ["whole", "split", "strided"])

@@ -21,8 +21,8 @@ def formula(x, weight, gate, activation, eps):
 def gradients(function, inputs, weights):
     inputs = [None if y is None else y.detach().requires_grad_() for y in inputs]
     y = function(*inputs)
-    wanted = [x for x in inputs if x is not None]
-    return [y.detach(), *torch.autograd.grad((y * weights.to(y.dtype)).sum(), wanted)]
+    leaves = [x for x in inputs if x is not None]
+    return [y.detach(), *torch.autograd.grad((y * weights.to(y.dtype)).sum(), leaves)]
 
 
 def agree(shape, dtype, activation, layout="whole", eps=1e-6, size=1.0, slack=1):

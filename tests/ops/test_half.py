@@ -27,11 +27,11 @@ def run(operator, problem, dtype, wide=None, backend="cpu", call=None):
         name: torch.randn(x.shape, generator=random).to(dtype if name in RESULTS else x.dtype).to(x.dtype)
         for name, x in outputs.items()
     }
-    found = torch.autograd.grad(
+    input_grads = torch.autograd.grad(
         list(outputs.values()), list(leaves.values()), list(grads.values()), materialize_grads=True
     )
     return {name: x.detach() for name, x in outputs.items()} | dict(
-        zip((f"grad_{name}" for name in leaves), found)
+        zip((f"grad_{name}" for name in leaves), input_grads)
     )
 
 
@@ -99,10 +99,10 @@ def test_nothing_of_16_bits_is_kept_in_32(dtype):
     leaves = {
         name: (x.to(dtype) if name in HALVES else x).detach().requires_grad_() for name, x in tensors.items()
     }
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         delta_rule(**leaves, **options, backend="cpu")
-    places = {x.data_ptr(): x.dtype for x in kept}
+    places = {x.data_ptr(): x.dtype for x in saved}
     for name in HALVES:
         assert places[leaves[name].data_ptr()] == dtype
 

@@ -153,29 +153,29 @@ def test_a_state_that_overflows_does_not_reach_the_gradients_of_the_scale(backen
     sizes = {"group": 2, "K": 9, "V": 7, "block": block}
     p = make(Config((70, 70), packed=packed, retention="channel", initial_scale="each", **sizes))
     t, options = p.arguments(operator)
-    found = []
+    grads = []
     for size in (1.0, 1e38):  # of the values, whose sums overflow
         leaves = fresh(t | {"v": t["v"] * size})
         o, _, scale = operator(**leaves, **options, backend=backend)
-        found.append(gradients(weighted_sum([scale]), leaves))
+        grads.append(gradients(weighted_sum([scale]), leaves))
     assert not o.isfinite().all()
-    for name, want in found[0].items():
-        assert torch.equal(found[1][name], want), name
+    for name, want in grads[0].items():
+        assert torch.equal(grads[1][name], want), name
 
 
 @every_backend
 def test_write_keys_that_overflow_do_not_reach_the_gradients_of_the_gram_diagonal(backend):
     """They are made of its logarithm, of which its own step knows nothing."""
     t, options = problem().arguments(pgdn_delta_rule)
-    found = []
+    results = []
     for first in (1.0, torch.inf):
         leaves = fresh(t | {"initial_gram": torch.full_like(t["initial_gram"], first)})
         o, _, gram = pgdn_delta_rule(**leaves, **options, backend=backend)
         grads = gradients(gram.sum(), leaves)
-        found.append({name: grads[name] for name in ("grad_k", "grad_gain", "grad_center", "grad_v")})
+        results.append({name: grads[name] for name in ("grad_k", "grad_gain", "grad_center", "grad_v")})
     assert not o.isfinite().all()
-    for name, want in found[0].items():
-        assert torch.equal(found[1][name], want), name
+    for name, want in results[0].items():
+        assert torch.equal(results[1][name], want), name
 
 
 @every_backend
@@ -183,14 +183,14 @@ def test_write_keys_that_overflow_do_not_reach_the_gradients_of_the_gram_diagona
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
 def test_queries_do_not_reach_the_gradients_of_the_state(backend, operator, block, poison):
     t, options = problem(block=block).arguments(operator)
-    found = []
+    grads = []
     for value in (0.0, poison):
         leaves = fresh(t | {"q": torch.full_like(t["q"], value)})
         _, state, scale = operator(**leaves, **options, backend=backend)
-        found.append(gradients(weighted_sum([state, scale]), leaves))
-    for name, want in found[0].items():
-        assert torch.equal(found[1][name], want), name
-    assert found[1]["grad_q"].eq(0).all()
+        grads.append(gradients(weighted_sum([state, scale]), leaves))
+    for name, want in grads[0].items():
+        assert torch.equal(grads[1][name], want), name
+    assert grads[1]["grad_q"].eq(0).all()
 
 
 @every_backend

@@ -250,8 +250,8 @@ def test_retention_draws_a_covariance_to_its_prior(backend, block):
     _, P = newton_keys(
         *silent, block_size=block, retention=0.9, prior=2.0, initial_covariance=initial, backend=backend
     )
-    rest = 2.0 * torch.eye(block)
-    torch.testing.assert_close(P - rest, 0.9**5 * (initial - rest))
+    prior = 2.0 * torch.eye(block)
+    torch.testing.assert_close(P - prior, 0.9**5 * (initial - prior))
 
 
 @every_backend

@@ -39,8 +39,8 @@ def results(**scores):
 
 
 def verdict_of(content, words):
-    [found] = [one for one in findings(content) if words in f"{one.model}: {one.words}"]
-    return found
+    [finding] = [f for f in findings(content) if words in f"{f.model}: {f.words}"]
+    return finding
 
 
 def test_seeds_are_paired_and_the_paper_says_which_way():
@@ -92,9 +92,9 @@ def test_speed_is_judged_by_the_papers_bound(changes, verdict):
 
 def test_the_tuned_gate_is_a_baseline_of_its_own():
     content = results(**{TUNED: {"code_recall": [0.3, 0.32, 0.31]}}, osdn={"code_recall": [0.2, 0.21, 0.22]})
-    [found] = [one for one in answers(content) if one.words == "recall, against DeltaNet bias=-2"]
-    assert found.verdict == "lower"
-    assert found.printed == ""
+    [finding] = [f for f in answers(content) if f.words == "recall, against DeltaNet bias=-2"]
+    assert finding.verdict == "lower"
+    assert finding.printed == ""
 
 
 def test_every_claim_has_the_papers_figures():

@@ -41,16 +41,16 @@ def installation(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(params=PROFILES.values(), ids=lambda profile: profile.name)
 def plan(request, tmp_path):
-    found = Plan(request.param, tmp_path)
-    found.begin()
-    return found
+    built = Plan(request.param, tmp_path)
+    built.begin()
+    return built
 
 
 def test_every_command_parses_and_every_config_loads(plan):
     for chain in plan.chains("float32"):
         assert [job.kind for job in chain] == ["train", "evaluate", "diagnose"]
-        given = parse(chain[0].arguments)
-        settings = load_settings(given["config"], given["replace"])
+        arguments = parse(chain[0].arguments)
+        settings = load_settings(arguments["config"], arguments["replace"])
         assert settings.training.steps == plan.profile.steps
         assert settings.output_dir == str(chain[0].leaves[0][0].parent)
         assert f"seed{settings.training.seed}" in settings.output_dir
@@ -114,9 +114,9 @@ def test_the_papers_commands_are_real():
     for line in lines:
         words = shlex.split(line)
         arguments = words[1:] if words[0] == "osdn" else words[words.index("osdn") + 1 :]
-        given = parse(arguments)
+        options = parse(arguments)
         if arguments[0] == "train":
-            settings = load_settings(given["config"])
+            settings = load_settings(options["config"])
             assert settings.output_dir == f"runs/{arguments[1]}"
 
 

@@ -27,8 +27,8 @@ def content():
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
 def test_committed_tables_are_what_the_command_makes(folder):
-    made = report.tables_in_markdown(load(folder))
-    assert (folder / "tables.md").read_text() == made, f"regenerate: osdn reproduce --report {folder}"
+    tables = report.tables_in_markdown(load(folder))
+    assert (folder / "tables.md").read_text() == tables, f"regenerate: osdn reproduce --report {folder}"
     page = folder.with_suffix(".md")
     if page.exists():
         assert page.read_text() == report.with_tables(page.read_text(), load(folder))
@@ -65,7 +65,7 @@ def test_results_survive_being_saved(tmp_path, content):
 
 
 def test_tables_come_in_the_papers_order_with_its_figures(content):
-    titles = [one.title for one in report.tables(content) if ":" not in one.title]
+    titles = [table.title for table in report.tables(content) if ":" not in table.title]
     assert titles[:7] == [
         "The paper's claims",
         "Main results",
@@ -109,7 +109,7 @@ def test_runs_on_other_text_are_refused():
 def test_folders_without_results_are_named(tmp_path):
     done = runner.invoke(app, ["reproduce", "--report", str(tmp_path)])
     assert done.exit_code == 1
-    assert "results.json is not there" in re.sub(r"\s+", " ", done.output)
+    assert "results.json does not exist" in re.sub(r"\s+", " ", done.output)
     (tmp_path / "results.json").write_text('{"kind": "lab"}')
     done = runner.invoke(app, ["reproduce", "--report", str(tmp_path)])
     assert "is not a result of `osdn reproduce`" in re.sub(r"\s+", " ", done.output)

@@ -59,7 +59,7 @@ def test_a_killed_run_continues_and_ends_with_a_report(tmp_path):
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers(tmp_path):
-    found = []
+    results = []
     for name in ("a", "b"):
         folder = tmp_path / name
         folder.mkdir()
@@ -70,9 +70,9 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path):
             commands.run([[plan.vocabulary()]], Layout(1, 1), "vocabulary")
             plan.write_books()
             commands.run(plan.chains("float32"), Layout(1, 1), "runs")
-        found.append(_run(plan, "osdn", 0))
-    assert found[0] == found[1]
-    assert found[0]["scores"]["validation_loss"] > 0
+        results.append(_run(plan, "osdn", 0))
+    assert results[0] == results[1]
+    assert results[0]["scores"]["validation_loss"] > 0
     assert not list((tmp_path / "a" / "runs").rglob("checkpoint-*"))
 
 

@@ -11,10 +11,10 @@ from osdn.results.store import save_json
 def identity(name: str, weights: str | None = "w", **changes: Any) -> Identity:
     """The identity of a preset, or of a model with its own name and block."""
     try:
-        found = identify(OSDNConfig.from_preset(name), name)
+        model = identify(OSDNConfig.from_preset(name), name)
     except ValueError:
-        found = Identity(name, None, f"runs/{name}/model", weights, name, True)
-    return Identity(**{**found.record(), "weights": weights, **changes})
+        model = Identity(name, None, f"runs/{name}/model", weights, name, True)
+    return Identity(**{**model.record(), "weights": weights, **changes})
 
 
 def save_evaluation(
@@ -63,13 +63,13 @@ def referee_row(trial, contestant, budget, mean=0.0, adjusted=1.0, spread=0.02):
     if contestant != CONTESTANTS[contestant]:
         difference = {"mean": mean, "low": mean - spread, "high": mean + spread, "seeds": 6, "p_value": 0.03}
     value = {"mean": 0.5 + mean, "low": 0.4, "high": 0.6, "seeds": 6}
-    found = {
+    row = {
         "trial": trial,
         "metric": "accuracy",
         "contestant": contestant,
         "baseline": CONTESTANTS[contestant],
     }
-    return found | {
+    return row | {
         "budget": budget, "value": value, "difference": difference, "t_p": adjusted / 4, "adjusted": adjusted,
     }  # fmt: skip
 

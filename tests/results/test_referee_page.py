@@ -43,8 +43,8 @@ def test_the_table_marks_significance_after_and_before_the_correction():
     table = difference_table(
         content({("text", "osdn", 1.0): (0.1, 0.01), ("capacity", "osdn", 1.0): (-0.1, 0.1)}), 1.0
     )
-    cells = {found.label: found.cells for found in table.rows}
-    assert [found.rule for found in table.rows] == [True, False, False, True, False]
+    cells = {r.label: r.cells for r in table.rows}
+    assert [r.rule for r in table.rows] == [True, False, False, True, False]
     assert cells["DeltaNet (plain)"][0].text == "0.500"
     assert (cells["OSDN"][1].text, cells["OSDN"][1].good) == ("★ +0.100", True)
     assert (cells["OSDN"][0].text, cells["OSDN"][0].good) == ("· -0.100", None)

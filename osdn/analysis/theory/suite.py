@@ -57,10 +57,10 @@ class Report:
 
     def summary(self) -> str:
         """One line: how many statements hold, and how many violations are detected."""
-        held, found = sum(c.passed for c in self.statements), sum(v.as_expected for v in self.violations)
+        passed, detected = sum(c.passed for c in self.statements), sum(v.as_expected for v in self.violations)
         return (
-            f"{held} of {len(self.statements)} statements hold, "
-            f"{found} of {len(self.violations)} violations are detected"
+            f"{passed} of {len(self.statements)} statements hold, "
+            f"{detected} of {len(self.violations)} violations are detected"
         )
 
     def write(self, folder: Path) -> Path:

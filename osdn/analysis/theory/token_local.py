@@ -420,11 +420,11 @@ def _tokens(problem: Problem) -> Problem:
     S = problem.k.new_zeros(*d.shape, problem.v.shape[-1]) if S is None else S
     pieces = []
     for t in range(problem.length):
-        one = {x: getattr(problem, x)[:, t : t + 1] for x in ("k", "v", "beta")}
+        token_fields = {x: getattr(problem, x)[:, t : t + 1] for x in ("k", "v", "beta")}
         for x in ("log_decay", "retention"):
             value = getattr(problem, x)
-            one[x] = value[:, t : t + 1] if isinstance(value, Tensor) else value
-        token = problem.with_(**one, initial_state=S, initial_scale=d)
+            token_fields[x] = value[:, t : t + 1] if isinstance(value, Tensor) else value
+        token = problem.with_(**token_fields, initial_state=S, initial_scale=d)
         pieces.append(token)
         write_keys, d = token.scales()
         S = measure(token, write_keys).final_state

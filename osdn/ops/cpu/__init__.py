@@ -2,7 +2,7 @@
 
 Each of the two kernels, phase 1 alone and phase 2 with or without phase 1, is a custom operator with a fake
 implementation and a registered backward, so that autograd and `torch.compile` see through it.  Where neither
-is watching, as in decoding, the kernel is called directly.
+needs to see the call, as in decoding, the kernel is called directly.
 """
 
 import math
@@ -54,7 +54,7 @@ def available(dtype: torch.dtype = torch.float32) -> bool:
 
 @tracing.constant_in_graphs  # it may run a compiler, which must not be traced
 def compiled(dtype: torch.dtype = torch.float32) -> bool:
-    """The same, where `torch.compile` may be looking."""
+    """`available`, for code that `torch.compile` may trace."""
     return available(dtype)
 
 
@@ -66,7 +66,7 @@ def _kernels(dtype: torch.dtype) -> dict[str, Kernel]:
 
 
 class Numbers(NamedTuple):
-    """What an operator takes beside tensors; a flat list of floats is what its schema can hold."""
+    """The arguments of an operator that are not tensors; its schema allows a flat list of floats."""
 
     rule: float = 0  # as in heads.h: none, scaling, Newton, squash
     block: float = 1
@@ -107,15 +107,15 @@ def _run(
 
     Queries, keys, values, write keys, outputs and their gradients may have 16 bits; all else is `wide`.
     """
-    given = {name: x.resolve_neg().contiguous() for name, x in tensors.items() if x is not None}
-    k, v = given["k"], given.get("v")
+    contiguous = {name: x.resolve_neg().contiguous() for name, x in tensors.items() if x is not None}
+    k, v = contiguous["k"], contiguous.get("v")
     _, T, H, K = k.shape
     V = v.shape[3] if v is not None else 0
-    kinds = (_kind(given.get("log_decay")), _kind(given.get("retention")))
+    kinds = (_kind(contiguous.get("log_decay")), _kind(contiguous.get("retention")))
     rule, block, beta_aware, *reals = numbers
     integers = (int(rule), int(block), int(beta_aware), torch.get_num_threads())
-    pointers = [given[name].data_ptr() if name in given else 0 for name in POINTERS]
-    elements = [element(given.get(name, k).dtype) for name in ("k", "write_keys", "grad_k")]
+    pointers = [contiguous[name].data_ptr() if name in contiguous else 0 for name in POINTERS]
+    elements = [element(contiguous.get(name, k).dtype) for name in ("k", "write_keys", "grad_k")]
     packed = CALL.pack(*pointers, N, T, H, HV, K, V, *kinds, *integers, *elements, *reals)
     call(_kernels(wide(k.dtype))[kernel], packed)
 
@@ -136,13 +136,13 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> None:
 
 
 def _per_value_head(k: Tensor, HV: int) -> Tensor:
-    """Room for the gradient of queries or keys `[B, T, HV, K]`; what is still to be added is not rounded."""
+    """An empty gradient of queries or keys `[B, T, HV, K]`; wide if it must still be summed over groups."""
     B, T, H, K = k.shape
     return k.new_empty(B, T, HV, K, dtype=k.dtype if HV == H else wide(k.dtype))
 
 
 def _sum_groups(grad: Tensor, k: Tensor) -> Tensor:
-    """Value heads [B, T, HV, K] that share a key head add their gradients: [B, T, H, K]."""
+    """Add up the gradients of value heads that share a key head: [B, T, HV, K] to [B, T, H, K]."""
     HV, H = grad.shape[2], k.shape[2]
     return grad if HV == H else grad.unflatten(2, (H, HV // H)).sum(3).to(k.dtype)
 
@@ -277,10 +277,10 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
     if unread:
         q, grad_out = torch.zeros_like(q), torch.zeros_like(v)
     saved = (q, k, v, *others)
-    made = _delta_rule_backward(*saved, grad_out, grad_final_state, grad_final_scale, ctx.numbers)
-    result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
-    result[0] = None if unread else _sum_groups(made[0], k)
-    result[1] = _sum_groups(made[1], k)
+    input_grads = _delta_rule_backward(*saved, grad_out, grad_final_state, grad_final_scale, ctx.numbers)
+    result: list[Tensor | None] = [g if x is not None else None for g, x in zip(input_grads, saved)]
+    result[0] = None if unread else _sum_groups(input_grads[0], k)
+    result[1] = _sum_groups(input_grads[1], k)
     if result[10] is not None:
         result[10] = result[10].sum(0)
     return (*result, None, None, None)
@@ -288,25 +288,25 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
 
 def _scale_backward(ctx: Any, grad_final_scale: Tensor | None) -> tuple[Tensor | None, ...]:
     """The backward of a loss that sees phase 1's final state alone."""
-    if grad_final_scale is None or not ctx.numbers[0]:  # it sees nothing, or there is no phase 1
+    if grad_final_scale is None or not ctx.numbers[0]:  # no gradient arrives, or there is no phase 1
         return (None,) * 14
     _, k, _, beta, _, _, retention, initial, _, gain, center, cu_seqlens, _, _, checkpoints = (
         ctx.saved_tensors
     )
     inputs = (k, beta if gain is None else gain, retention, initial)
     saved = (*inputs, center, cu_seqlens, checkpoints)
-    made = _precondition_keys_backward(*saved, None, grad_final_scale, ctx.numbers)
-    _, gate, grad_retention, grad_initial = (None if x is None else g for g, x in zip(made, inputs))
+    input_grads = _precondition_keys_backward(*saved, None, grad_final_scale, ctx.numbers)
+    _, gate, grad_retention, grad_initial = (None if x is None else g for g, x in zip(input_grads, inputs))
     grad_beta, grad_gain = (gate, None) if gain is None else (None, gate)
     phase1 = (grad_retention, grad_initial, None, grad_gain, None)  # the center is in the write keys alone
-    return (None, _sum_groups(made[0], k), None, grad_beta, None, None, *phase1, None, None, None)
+    return (None, _sum_groups(input_grads[0], k), None, grad_beta, None, None, *phase1, None, None, None)
 
 
 _delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _call(operator: Any, plain: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
-    """Through the dispatcher when somebody is watching, else directly."""
+    """Through the dispatcher where autograd or a tracer must see the call, else directly."""
     differentiate = tracing.needs_gradient(arguments)
     if differentiate or tracing.is_traced(arguments):
         return operator(*arguments, differentiate)
@@ -463,9 +463,9 @@ def _precondition_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor
     saved = ctx.saved_tensors
     grad_w, grad_final_scale = grads[:2]
     grad_final_scale = _symmetric(grad_final_scale, int(ctx.numbers[1]))
-    made = _precondition_keys_backward(*saved, grad_w, grad_final_scale, ctx.numbers)
-    result: list[Tensor | None] = [g if x is not None else None for g, x in zip(made, saved)]
-    result[0] = _sum_groups(made[0], saved[0])
+    input_grads = _precondition_keys_backward(*saved, grad_w, grad_final_scale, ctx.numbers)
+    result: list[Tensor | None] = [g if x is not None else None for g, x in zip(input_grads, saved)]
+    result[0] = _sum_groups(input_grads[0], saved[0])
     if result[4] is not None:  # the center is in the write keys alone
         result[4] = None if grad_w is None else result[4].sum(0)
     return (*result, None, None, None)

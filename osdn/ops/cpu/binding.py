@@ -15,12 +15,12 @@ HALVES = {torch.bfloat16: 1, torch.float16: 2}  # as in half.h
 
 
 def element(dtype: torch.dtype) -> int:
-    """How a kernel is told that a tensor has this dtype; 0 is the one that the library computes in."""
+    """The code of a tensor's dtype in a kernel call; 0 is the dtype that the library computes in."""
     return HALVES.get(dtype, 0)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What a kernel computes in."""
+    """The dtype that a kernel computes in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -35,8 +35,8 @@ def bind(
     compiled = library("double" if dtype == torch.float64 else "float")
     symbol = ctypes.c_char.in_dll(compiled, f"{prefix}_call")
     declaration = ctypes.c_char_p(ctypes.addressof(symbol)).value or b""
-    found = re.findall(r"(\w+)\s*[,;]", declaration.decode())
-    if (ctypes.c_int64.in_dll(compiled, f"{prefix}_size").value, found) != (size, list(fields)):
+    declared = re.findall(r"(\w+)\s*[,;]", declaration.decode())
+    if (ctypes.c_int64.in_dll(compiled, f"{prefix}_size").value, declared) != (size, list(fields)):
         raise RuntimeError(f"the struct behind {prefix}_call and its fields in osdn/ops/cpu differ")
     functions = [getattr(compiled, name) for name in names]
     for function in functions:

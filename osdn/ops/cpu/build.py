@@ -60,13 +60,13 @@ def library(real: str) -> ctypes.CDLL:
 
 
 def _compiler() -> str:
-    wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else ["g++", "clang++", "c++"]:
-        found = shutil.which(name)
-        if found:
-            return found
-    if wanted:
-        raise BuildError(f"CXX is {wanted!r}, which cannot be found; point it at a C++ compiler or unset it")
+    cxx = os.environ.get("CXX")
+    for name in [cxx] if cxx else ["g++", "clang++", "c++"]:
+        compiler = shutil.which(name)
+        if compiler:
+            return compiler
+    if cxx:
+        raise BuildError(f"CXX is {cxx!r}, which cannot be found; point it at a C++ compiler or unset it")
     raise BuildError("no C++ compiler was found; install g++ or clang++, or set CXX to one")
 
 
@@ -94,7 +94,7 @@ def _cpu() -> list[str]:
 
 
 def _run(command: list[str], **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Runs a compiler, whose words may be in any encoding, and stops all of its processes if it hangs."""
+    """Runs a compiler, whose output may be in any encoding, and stops all of its processes if it hangs."""
     with subprocess.Popen(
         command,
         env={**os.environ, **environment},
@@ -149,7 +149,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def _is_whole(cache: Cache, name: str) -> bool:
-    """Whether the library is there as it was compiled: a cut one would kill the process when it is run."""
+    """Whether the library is there as it was compiled: a truncated one would crash the process."""
     contents, digest = _read(cache, name), _read(cache, f"{name}.sha256")
     return contents is not None and digest == _checksum(name, contents)
 
@@ -172,10 +172,10 @@ def _make(cache: Cache, name: str, compiler: str, flags: list[str], real: str) -
     """Compiles a library into the cache; of several processes one does it and the others wait."""
     try:
         with FileLock(cache.held / "lock", timeout=2 * TIMEOUT):
-            if _is_whole(cache, name):  # made while we waited
+            if _is_whole(cache, name):  # compiled by another process while we waited
                 return
-            for left in cache.held.glob(f"{BUILDS}*"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            for abandoned in cache.held.glob(f"{BUILDS}*"):  # by a process that was killed
+                shutil.rmtree(abandoned, ignore_errors=True)
             contents = _compile(cache, compiler, flags, real)
             _write(cache, f"{name}.sha256", _checksum(name, contents))
             _write(cache, name, contents)
@@ -188,19 +188,19 @@ def _compile(cache: Cache, compiler: str, flags: list[str], real: str) -> bytes:
     start = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix=BUILDS, dir=cache.held)).name
     try:
-        made = cache.path / folder / "kernels.so"
-        command = [compiler, str(SOURCES / "kernels.cpp"), *flags, "-o", str(made)]
-        done = _run(command, TMPDIR=str(made.parent))
-        if done.returncode:
-            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
-        return (cache.held / folder / made.name).read_bytes()
+        output = cache.path / folder / "kernels.so"
+        command = [compiler, str(SOURCES / "kernels.cpp"), *flags, "-o", str(output)]
+        process = _run(command, TMPDIR=str(output.parent))
+        if process.returncode:
+            raise BuildError(f"{' '.join(command)} failed:\n{process.stderr.strip()[-2000:]}")
+        return (cache.held / folder / output.name).read_bytes()
     finally:
         shutil.rmtree(cache.held / folder, ignore_errors=True)
         print(f" ({time.perf_counter() - start:.1f} s)", file=sys.stderr)
 
 
 def _write(cache: Cache, name: str, contents: bytes) -> None:
-    """All of a file or nothing.  A kill leaves at most the part, which the next attempt writes over."""
+    """Write all of a file or nothing.  A kill leaves at most the .part, which the next attempt overwrites."""
     part = cache.held / f"{name}.part"
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(contents)

@@ -108,8 +108,8 @@ def convolution_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | No
 @cache
 def _kernels(dtype: torch.dtype) -> dict[str, Kernel]:
     names = [f"osdn_convolution{suffix}" for suffix in ("", "_back", "_step")]
-    found = bind(dtype, "osdn_convolution", (*POINTERS, *INTEGERS), LAYOUT.size, names)
-    return dict(zip(("forward", "backward", "step"), found))
+    kernels = bind(dtype, "osdn_convolution", (*POINTERS, *INTEGERS), LAYOUT.size, names)
+    return dict(zip(("forward", "backward", "step"), kernels))
 
 
 def _run(
@@ -144,9 +144,9 @@ def _forward(
 def _constants(
     taps: Tensor, bias: Tensor | None, tail: Tensor | None, cuts: Tensor | None, segments: Tensor
 ) -> dict[str, Tensor | None]:
-    given = {"taps": taps, "bias": bias, "tail": tail}
-    whole = {name: None if x is None else x.resolve_neg().contiguous() for name, x in given.items()}
-    return whole | {"cu_seqlens": cuts, "segments": segments}
+    tensors = {"taps": taps, "bias": bias, "tail": tail}
+    contiguous = {name: None if x is None else x.resolve_neg().contiguous() for name, x in tensors.items()}
+    return contiguous | {"cu_seqlens": cuts, "segments": segments}
 
 
 _convolution = torch.library.custom_op(
@@ -206,8 +206,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     tracing.reject_batched_gradients("cpu", [grad])
     saved = ctx.saved_tensors
-    made = _convolution_backward(*saved, grad, ctx.silu)
-    return *(g if x is not None else None for g, x in zip(made, saved)), None, None
+    input_grads = _convolution_backward(*saved, grad, ctx.silu)
+    return *(g if x is not None else None for g, x in zip(input_grads, saved)), None, None
 
 
 _convolution.register_autograd(_backward, setup_context=_save_for_backward)

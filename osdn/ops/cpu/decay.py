@@ -65,7 +65,7 @@ def _run(
     rate: Tensor,
     bias: Tensor | None,
     grad: Tensor | None,
-    made: tuple[Tensor | None, ...],  # out, or the gradients
+    results: tuple[Tensor | None, ...],  # out, or the gradients
     bound: float,
     bounded: bool,
 ) -> None:
@@ -73,9 +73,9 @@ def _run(
         return
     rows = x.resolve_neg().reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    given = [None if y is None else y.resolve_neg().contiguous() for y in (rate, bias, grad)]
+    contiguous = [None if y is None else y.resolve_neg().contiguous() for y in (rate, bias, grad)]
     sizes = (rows.stride(0), *rows.shape, element(x.dtype), bounded, torch.get_num_threads(), bound)
-    run(_kernels(wide(x.dtype))[grad is not None], LAYOUT, (rows, *given, *made, *sizes))
+    run(_kernels(wide(x.dtype))[grad is not None], LAYOUT, (rows, *contiguous, *results, *sizes))
 
 
 def _forward(x: Tensor, rate: Tensor, bias: Tensor | None, bound: float, bounded: bool) -> Tensor:
@@ -121,8 +121,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     tracing.reject_batched_gradients("cpu", [grad])
     saved = ctx.saved_tensors
-    made = _decay_backward(*saved, grad, ctx.bound, ctx.bounded)
-    return *(g if x is not None else None for g, x in zip(made, saved)), None, None
+    input_grads = _decay_backward(*saved, grad, ctx.bound, ctx.bounded)
+    return *(g if x is not None else None for g, x in zip(input_grads, saved)), None, None
 
 
 _decay.register_autograd(_backward, setup_context=_save_for_backward)

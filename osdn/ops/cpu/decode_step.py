@@ -79,7 +79,7 @@ class StepSettings(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """What a step gives, and what the next one needs."""
+    """The outputs of a step, and the states that the next one starts from."""
 
     out: Tensor  # [N, HV * V], normalised and gated
     q_tail: Tensor
@@ -103,7 +103,7 @@ def usable(x: Tensor) -> bool:
 def decode_step(inputs: StepInputs, settings: StepSettings, overwrite: bool = False) -> StepOutputs:
     """One token of N sequences, from the projections of the mixer's input to that of its output.
 
-    With `overwrite`, the tails, the state and the scale may be moved on where they lie.
+    With `overwrite`, the tails, the state and the scale may be updated in place.
     """
     check(inputs, settings)
     numbers = settings.numbers(inputs.state.shape[2])
@@ -127,10 +127,10 @@ def check(x: StepInputs, settings: StepSettings) -> None:
     dtype = x.q.dtype
     states, steps = wide(dtype), dtype if x.A_log is None else x.A_log.dtype
     dtypes = (*[dtype] * 10, x.norm.dtype, states, states, dtype, dtype, steps, steps, dtype)
-    for name, y, shape, wanted in zip(INPUTS, x, expected, dtypes):
-        if y is not None and (y.shape != shape or y.dtype != wanted or y.device.type != "cpu"):
+    for name, y, shape, expected_dtype in zip(INPUTS, x, expected, dtypes):
+        if y is not None and (y.shape != shape or y.dtype != expected_dtype or y.device.type != "cpu"):
             checks.tensor(name, y, shape, "as q, q_taps and state have it", torch.device("cpu"))
-            raise ValueError(f"{name} has dtype {y.dtype}; with q in {dtype} it must be {wanted}")
+            raise ValueError(f"{name} has dtype {y.dtype}; with q in {dtype} it must be {expected_dtype}")
     if dtype not in checks.FLOATS or x.norm.dtype not in checks.FLOATS or steps not in checks.FLOATS:
         raise ValueError(f"q, norm and A_log are {dtype}, {x.norm.dtype} and {steps}; they must be floats")
     if settings.activation not in GATES or (x.gate is None) != (settings.activation is None):
@@ -181,9 +181,9 @@ def packed(x: StepInputs, numbers: list[float], outputs: Sequence[Tensor]) -> by
     kinds = (_kind(x.decay, HV), 3 if tied else _kind(x.retention, HV), int(activation))
     elements = [0 if y is None else element(y.dtype) for y in (x.q, x.A_log, x.norm)]
     sizes = (N, x.q.shape[1] // K, HV, K, V, x.q_taps.shape[1])
-    rest = (*kinds, x.scale is not None, int(beta_aware), *elements, torch.get_num_threads(), *reals)
+    options = (*kinds, x.scale is not None, int(beta_aware), *elements, torch.get_num_threads(), *reals)
     pointers = (0 if y is None else y.data_ptr() for y in (*x, *outputs))
-    return LAYOUT.pack(*pointers, *sizes, *rest)
+    return LAYOUT.pack(*pointers, *sizes, *options)
 
 
 def _kind(x: Tensor | None, HV: int) -> int:
@@ -223,8 +223,8 @@ def _operator(
     gate: Tensor | None,
     numbers: list[float],
 ) -> list[Tensor]:
-    given = (q, k, v, q_taps, k_taps, v_taps, q_tail, k_tail, v_tail, beta, norm, state, scale)
-    inputs = StepInputs(*given, decay, retention, A_log, dt_bias, gate)
+    tensors = (q, k, v, q_taps, k_taps, v_taps, q_tail, k_tail, v_tail, beta, norm, state, scale)
+    inputs = StepInputs(*tensors, decay, retention, A_log, dt_bias, gate)
     outputs = _outputs(inputs)
     _run(inputs, numbers, outputs)
     return outputs

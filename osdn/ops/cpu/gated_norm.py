@@ -86,7 +86,7 @@ def _run(
     weight: Tensor,
     gate: Tensor | None,
     grad: Tensor | None,
-    made: tuple[Tensor | None, ...],  # out, or the gradients
+    results: tuple[Tensor | None, ...],  # out, or the gradients
     activation: int,
     eps: float,
 ) -> None:
@@ -96,7 +96,7 @@ def _run(
     strides = (0 if y is None else y.stride(0) for y in (rows, gates, grads))
     sizes = (len(rows), D, element(x.dtype), activation, torch.get_num_threads(), eps)
     inputs = (rows, gates, weight.resolve_neg().contiguous(), grads)
-    run(_kernels(wide(x.dtype))[grad is not None], LAYOUT, (*inputs, *made, *strides, *sizes))
+    run(_kernels(wide(x.dtype))[grad is not None], LAYOUT, (*inputs, *results, *strides, *sizes))
 
 
 def _forward(x: Tensor, weight: Tensor, gate: Tensor | None, activation: int, eps: float) -> Tensor:

@@ -39,9 +39,9 @@ def widened(x: Tensor, unit: bool, eps: float = 1e-6) -> Tensor:
 
 
 def _run(back: bool, x: Tensor, grad: Tensor | None, out: Tensor, unit: bool, eps: float) -> None:
-    made = (None, out) if back else (out, None)
+    results = (None, out) if back else (out, None)
     threads = torch.get_num_threads()
-    fields = (x, grad, *made, *x.stride()[:3], *x.shape, element(x.dtype), unit, threads, eps)
+    fields = (x, grad, *results, *x.stride()[:3], *x.shape, element(x.dtype), unit, threads, eps)
     run(_kernels(wide(x.dtype))[back], LAYOUT, fields)
 
 

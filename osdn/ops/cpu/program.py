@@ -29,8 +29,8 @@ STATES = {  # the fields of a step that change from call to call, and where its 
 class Program:
     """Kernels over tensors that stay where they are, in the order in which they are added.
 
-    It keeps the tensors that it was given and works on their memory.  The states of its steps are named at
-    every run, and moved on where they lie.
+    It keeps the tensors that it was given and works on their memory.  The states of its steps are passed to
+    every run and updated in place.
 
     >>> x, weight = torch.randn(1, 64), torch.randn(8, 64)
     >>> program = Program(x.dtype)
@@ -56,7 +56,7 @@ class Program:
         return outputs
 
     def step(self, inputs: StepInputs, settings: StepSettings) -> Tensor:
-        """The outputs `[N, HV * V]` of a decoding step; its states stand for those of every run."""
+        """The outputs `[N, HV * V]` of a decoding step; its states are placeholders for those of each run."""
         decode_step.check(inputs, settings)
         out = inputs.v.new_empty(inputs.v.shape)
         outputs = StepOutputs(out, inputs.q_tail, inputs.k_tail, inputs.v_tail, inputs.state, inputs.state)

@@ -64,15 +64,15 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         )
     N, K = weight.shape
     checks.tensor("weight", weight, (N, K), "[N, K]", x.device)
-    given = {"x": x, "weight": weight}
+    tensors = {"x": x, "weight": weight}
     if bias is not None:
         checks.tensor("bias", bias, (N,), "[N]", x.device)
-        given["bias"] = bias
-    checks.same_dtype(**given)
+        tensors["bias"] = bias
+    checks.same_dtype(**tensors)
     rows = x.numel() // K
     if rows > MOST_ROWS:
         raise ValueError(f"x has {rows} rows; use torch.nn.functional.linear for more than {MOST_ROWS}")
-    if tracing.needs_gradient(given.values()) or tracing.is_traced(given.values()):
+    if tracing.needs_gradient(tensors.values()) or tracing.is_traced(tensors.values()):
         return _operator(x, weight, bias)
     return _forward(x, weight, bias)
 
@@ -104,11 +104,11 @@ class Product(NamedTuple):
 def row_products(products: Sequence[Product]) -> list[Tensor]:
     """Several products by one call, in which threads wait for each other only once.
 
-    Their x have one dtype and lie on a CPU.  Sizes and dtypes are not checked: the caller has seen to them.
+    Every x has the same dtype and is on a CPU.  Sizes and dtypes are not checked: the caller must do that.
     """
-    given = [p._replace(x=p.x.resolve_neg().contiguous()) for p in products]
+    contiguous = [p._replace(x=p.x.resolve_neg().contiguous()) for p in products]
     outputs = [p.x.new_empty(*p.x.shape[:-1], len(p.weight)) for p in products]
-    call(_kernel(wide(outputs[0].dtype)), packed(given, outputs))
+    call(_kernel(wide(outputs[0].dtype)), packed(contiguous, outputs))
     return outputs
 
 

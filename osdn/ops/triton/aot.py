@@ -137,8 +137,8 @@ def _nvidia(compiled: Any) -> Resources:
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return Resources(found["REG"], found["LOCAL"], found["STACK"], compiled.metadata.shared)
+    usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return Resources(usage["REG"], usage["LOCAL"], usage["STACK"], compiled.metadata.shared)
 
 
 def _amd(compiled: Any) -> Resources:

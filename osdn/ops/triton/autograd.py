@@ -1,7 +1,8 @@
 """The backend's functions: PyTorch operators around the launches.
 
 Each phase is one custom operator, opaque to `torch.compile` but for the shapes of its results, and its
-backward is another.  Where nobody is watching, as in decoding, the launches are made directly.
+backward is another.  Where neither autograd nor a tracer must see it, as in decoding, the kernels are
+launched directly.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,9 +70,9 @@ def _check_dtype(k: Tensor) -> None:
 
 
 def _call(operator: Any, plain: Callable[..., Any], *arguments: Any) -> Any:
-    """Through the dispatcher when somebody is watching, else directly."""
-    seen = tracing.needs_gradient(arguments) or tracing.is_traced(arguments)
-    return (operator if seen else plain)(*arguments)
+    """Through the dispatcher where autograd or a tracer must see the call, else directly."""
+    watched = tracing.needs_gradient(arguments) or tracing.is_traced(arguments)
+    return (operator if watched else plain)(*arguments)
 
 
 def _retention(retention: float | Tensor) -> Tensor | None:
@@ -89,12 +90,12 @@ def _numbers(retention: float | Tensor, rule: Rule) -> tuple[list[float], bool]:
 
 
 def _rule_of(numbers: Sequence[float], beta_aware: bool) -> tuple[float, Rule]:
-    constant, kind, *rest = numbers
+    constant, kind, *settings = numbers
     if kind == 1:
-        return constant, Newton(rest[0], 1)
+        return constant, Newton(settings[0], 1)
     if kind == 2:
-        return constant, Squash(*rest)
-    eta, eps, *bounds = rest
+        return constant, Squash(*settings)
+    eta, eps, *bounds = settings
     return constant, Scaling(eta, (bounds[0], bounds[1]) if bounds else None, beta_aware, eps)
 
 
@@ -103,7 +104,7 @@ def _sequences(k: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def _per_key_head(grad: Tensor, k: Tensor) -> Tensor:
-    """Value heads that share a key head have its gradient added up."""
+    """Add up the gradients of value heads that share a key head."""
     return grad if grad.shape[2] == k.shape[2] else grad.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype)
 
 
@@ -184,18 +185,16 @@ def _precondition_backward(
 
 
 def _as_given(arguments: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients in their arguments' dtypes; none of two may share memory."""
-    return [
-        _nothing(arguments) if x is None or g is None else g.to(x.dtype) for x, g in zip(arguments, grads)
-    ]
+    """Gradients in their arguments' dtypes; no two may share memory."""
+    return [_empty(arguments) if x is None or g is None else g.to(x.dtype) for x, g in zip(arguments, grads)]
 
 
 def _like(*arguments: Tensor | None) -> list[Tensor]:
-    """What `_as_given` returns, but for its values."""
-    return [_nothing(arguments) if x is None else x.new_empty(x.shape) for x in arguments]
+    """Tensors shaped like the results of `_as_given`, uninitialised."""
+    return [_empty(arguments) if x is None else x.new_empty(x.shape) for x in arguments]
 
 
-def _nothing(arguments: Sequence[Tensor | None]) -> Tensor:
+def _empty(arguments: Sequence[Tensor | None]) -> Tensor:
     """On their device: a result on the CPU would keep a compiled graph from being replayed on the GPU."""
     return next(x.new_empty(0) for x in arguments if x is not None)
 
@@ -224,8 +223,8 @@ def _differentiate_precondition(
     unread = grad_w is None
     if unread:
         grad_w = k.new_zeros(*beta.shape, k.shape[3])
-    made = _precondition_backward(*saved, grad_w, grad_d, ctx.numbers, ctx.beta_aware)
-    *grads, center = (None if x is None else g for x, g in zip(saved, made))
+    input_grads = _precondition_backward(*saved, grad_w, grad_d, ctx.numbers, ctx.beta_aware)
+    *grads, center = (None if x is None else g for x, g in zip(saved, input_grads))
     return (*grads, None if unread else center, None, None, None)  # the center is in the write keys alone
 
 
@@ -322,8 +321,8 @@ def _differentiate_rule(ctx: Any, grad_o: Tensor | None, grad_S: Tensor | None) 
         q, grad_o = torch.zeros_like(q), torch.zeros_like(v)
     saved = (q, k, v, *others)
     grads = _rule_backward(*saved, grad_o, grad_S, ctx.scale)
-    grad_q, *rest = (None if x is None else g for x, g in zip(saved, grads))
-    return (None if unread else grad_q, *rest, None, None)
+    grad_q, *other_grads = (None if x is None else g for x, g in zip(saved, grads))
+    return (None if unread else grad_q, *other_grads, None, None)
 
 
 _rule.register_autograd(_differentiate_rule, setup_context=_save_rule)

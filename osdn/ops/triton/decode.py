@@ -136,7 +136,7 @@ def forward(
         final_state=final_state,
         final_scale=final_scale,
         scale=scale,
-        **p.kept(),
+        **p.retention_args(),
         **p.numbers(),
     )
     return o, final_state, final_scale

@@ -402,7 +402,7 @@ class Inputs(NamedTuple):
         rule = self.settings
         return rule.prior if isinstance(rule, Newton) else float(isinstance(rule, Scaling))
 
-    def kept(self) -> dict[str, Any]:
+    def retention_args(self) -> dict[str, Any]:
         """The retention, as a tensor or a number."""
         if isinstance(self.retention, Tensor):
             return {"retention": self.retention, "constant": 1.0}
@@ -414,11 +414,11 @@ def system(i: Inputs) -> dict[str, Tensor]:
     HV = i.beta.shape[2]
     x, y = i.beta.new_empty(2, *i.beta.shape, dtype=torch.float32)
     solve = i.k.new_empty(i.at.count, HV, i.at.size, i.at.size, dtype=torch.float32)
-    made = {"x": x, "y": y, "solve": solve}
+    results = {"x": x, "y": y, "solve": solve}
     numbers = {name: x for name, x in i.numbers().items() if name in ("eta", "eps")}
     inputs = {"k": i.k, "beta": i.beta, "chunks": i.at.table, **numbers}
-    launch.run(system_kernel, lambda o: (i.at.count, HV), i.k, i.sizes(), **inputs, **made)
-    return made
+    launch.run(system_kernel, lambda o: (i.at.count, HV), i.k, i.sizes(), **inputs, **results)
+    return results
 
 
 def forward(i: Inputs) -> tuple[Tensor, Tensor, Steps]:
@@ -436,9 +436,17 @@ def forward(i: Inputs) -> tuple[Tensor, Tensor, Steps]:
     }
     if not i.parallel:
         launch.run(
-            precondition_kernel, per_sequence, k, i.sizes(), **common, **scan, **i.kept(), **i.numbers(),
-            center=center, first=i.first,
-        )  # fmt: skip
+            precondition_kernel,
+            per_sequence,
+            k,
+            i.sizes(),
+            **common,
+            **scan,
+            **i.retention_args(),
+            **i.numbers(),
+            center=center,
+            first=i.first,
+        )
         return w, final_scale, steps
     common |= {"bound": steps.bound, "u": steps.u}
     launch.run(scale_scan_kernel, per_sequence, k, i.sizes(), **common, **scan, **system(i), **i.numbers())
@@ -447,7 +455,7 @@ def forward(i: Inputs) -> tuple[Tensor, Tensor, Steps]:
 
 
 def empty_outputs(k: Tensor, beta: Tensor, N: int) -> tuple[Tensor, Tensor, Steps]:
-    """What `forward` returns, but for its values; zeros where it may leave some out."""
+    """The results of `forward`, uninitialised; zeros where it may leave some out."""
     (B, T, _, K), HV = k.shape, beta.shape[2]
     rows = upper_bound(k, N)
     steps = Steps(

@@ -63,12 +63,12 @@ def covariance_back(d, k, b, r, dw, after, prior):
     y = d * k
     s = tl.sum(k * y, 0)
     n = 1.0 + b * s
-    kept = r * after
-    dc = -tl.sum(kept * y * y, 0)
+    retained = r * after
+    dc = -tl.sum(retained * y * y, 0)
     dn = -(tl.sum(dw * y, 0) + dc * b) / (n * n)
-    dy = dw / n + dn * b * k - 2.0 * b / n * kept * y
+    dy = dw / n + dn * b * k - 2.0 * b / n * retained * y
     dr = after * (d - b / n * y * y - prior)
-    return dn * b * y + d * dy, dc / n + dn * s, dr, kept + dy * k
+    return dn * b * y + d * dy, dc / n + dn * s, dr, retained + dy * k
 
 
 @triton.jit
@@ -379,24 +379,24 @@ def backward(i: Inputs, steps: Steps, grad_w: Tensor, grad_final_scale: Tensor |
         grad_r = torch.empty_like(retention, dtype=torch.float32) if isinstance(retention, Tensor) else None
         grad_center = None if center is None else k.new_empty(at.N, HV, dtype=torch.float32)
         more = {"grad_retention": grad_r, "center": center, "grad_center": grad_center}
-        arguments = {**common, **to_keys, **scan, **i.kept(), **i.numbers(), **more}
+        arguments = {**common, **to_keys, **scan, **i.retention_args(), **i.numbers(), **more}
         launch.run(precondition_back_kernel, per_sequence, k, i.sizes(), **arguments)
         grad_center = None if grad_center is None else grad_center.sum(0)
         return Gradients(grad_k, grad_beta, grad_r, grad_initial_scale, grad_center)
 
     solved = system(i)
     sums = {"sums": torch.empty_like(steps.checkpoints), "later_sums": torch.empty_like(steps.u)}
-    kept = {"bound": steps.bound, "y": solved["y"]}
-    made = {"grad_checkpoints": torch.empty_like(steps.checkpoints), "grad_u": torch.empty_like(steps.u)}
+    saved = {"bound": steps.bound, "y": solved["y"]}
+    grads = {"grad_checkpoints": torch.empty_like(steps.checkpoints), "grad_u": torch.empty_like(steps.u)}
     per_chunk = lambda o: (at.count, HV)  # noqa: E731
     launch.run(sums_back_kernel, per_chunk, k, i.sizes(), **common, **sums)
-    arguments = {**common, **to_keys, **scan, **kept, **sums, **made, "solve": solved["solve"]}
+    arguments = {**common, **to_keys, **scan, **saved, **sums, **grads, "solve": solved["solve"]}
     launch.run(scale_scan_back_kernel, per_sequence, k, i.sizes(), **arguments, **i.numbers())
     arguments = {
         **common,
         **to_keys,
-        **kept,
-        **made,
+        **saved,
+        **grads,
         "u": steps.u,
         "eta": i.numbers()["eta"],
         "eps": i.numbers()["eps"],

@@ -136,10 +136,12 @@ def solve_kernel(
             b_k = b_k * inner
             columns = first + tl.arange(0, BK)
             # Rows beyond the chunk's tokens decay by nothing, so the last row's decay is the chunk's.
-            whole = tl.sum(
+            total_decay = tl.sum(
                 tl.where((tl.arange(0, C) == C - 1)[:, None], inner, 0.0) + tl.zeros((C, BK), tl.float32), 0
             )
-            tl.store(chunk_decay + blocks.row_at(chunk * HV + head, K, columns), whole, mask=columns < K)
+            tl.store(
+                chunk_decay + blocks.row_at(chunk * HV + head, K, columns), total_decay, mask=columns < K
+            )
         blocks.store_rows(
             solved_keys, blocks.lower_dot(T, b_k, C, DOT, PRECISION), start, size, head, HV, first, K, C, BK
         )
@@ -312,14 +314,14 @@ def recurrence(x: Inputs, keep_gram: bool) -> Recurrence:
 
     states, errors = k.new_empty(at.count, HV, K, V), torch.empty_like(v)
     final_state = k.new_empty(at.N, HV, K, V, dtype=torch.float32)
-    made = Recurrence(
+    results = Recurrence(
         scores, gram, solve, solved_keys, queries, write_keys, chunk_decay, states, errors, final_state
     )
     launch.run(
         scan_kernel,
         launch.over_columns(V, at.N, HV),
         k,
-        made.sizes(x),
+        results.sizes(x),
         decayed_write_keys=write_keys,
         **solved,
         beta=beta,
@@ -331,7 +333,7 @@ def recurrence(x: Inputs, keep_gram: bool) -> Recurrence:
         errors=errors,
         final_state=final_state,
     )
-    return made
+    return results
 
 
 def forward(x: Inputs, scale: float) -> tuple[Tensor, Tensor]:

@@ -75,14 +75,14 @@ def test_write_keys_before_a_sick_token_are_unchanged(where, bounds, monkeypatch
 
 def test_queries_do_not_reach_the_gradients_of_the_state():
     t, options = shared.problem("head").arguments(delta_rule)
-    found = []
+    grads = []
     for value in (0.0, torch.nan):
         leaves = {name: x.clone().requires_grad_() for name, x in t.items()}
         leaves["q"].data.fill_(value)
         _, state = delta_rule(**{n: x.to(DEVICE) for n, x in leaves.items()}, **options, backend="triton")
-        found.append(gradients(state.sum(), leaves))
-    for name, want in found[0].items():
-        assert torch.equal(found[1][name], want), name
+        grads.append(gradients(state.sum(), leaves))
+    for name, want in grads[0].items():
+        assert torch.equal(grads[1][name], want), name
 
 
 @pytest.mark.parametrize(("K", "T"), [(4, 16), (4, 64), (16, 64), (32, 64)])

@@ -74,9 +74,9 @@ def test_the_roofline_counts_the_products_that_are_made(tensor_cores, monkeypatc
     K, V = 64, 32
     config = Config((64,), H=1, K=K, V=V, decay=decay)
     kernels(online_scaled_delta_rule, make(config), torch.float16)
-    made = ["gram_kernel", "solve_kernel", "scan_kernel", "system_kernel"] * 2
-    made += ["read_kernel", "scan_back_kernel", "errors_back_kernel", "keys_back_kernel"]
-    counted = [roofline.products(name, K, V, code) for name in made]
+    launched = ["gram_kernel", "solve_kernel", "scan_kernel", "system_kernel"] * 2
+    launched += ["read_kernel", "scan_back_kernel", "errors_back_kernel", "keys_back_kernel"]
+    counted = [roofline.products(name, K, V, code) for name in launched]
     assert tensor_cores == {"operands": sum(c[0] for c in counted), "floats": sum(c[1] for c in counted)}
 
 

@@ -19,6 +19,7 @@ SOURCE = "installed"  # the standard library and every installed package, in a f
 CHARACTERS = 4  # of a token, more than there are on average: so much text is enough
 EXCERPT = (150, 350)  # characters of an exercise's excerpt, about as long as those of the questions
 LINES = 4  # most lines that an exercise asks for
+POOL = 500  # exercises to choose the next one from
 
 
 def write_text(profile: Profile, path: Path) -> tuple[int, int]:
@@ -41,15 +42,23 @@ def write_text(profile: Profile, path: Path) -> tuple[int, int]:
 
 
 def with_exercises(texts: Iterator[str], share: float) -> Iterator[str]:
-    """The texts, each followed by exercises about it, which make up `share` of all characters."""
-    due = 0.0
+    """Some of the texts as they are, and exercises about others, which make up `share` of all characters.
+
+    No text is used for both, and no part of a text in two exercises: a model that has just been trained on a
+    line knows it by heart and need not look it up.  For the same reason exercises about one text are spread.
+    """
+    rng = random.Random(0)
+    pool: list[str] = []
+    plain = practised = 0
     for text in texts:
+        if len(pool) < POOL and share > 0:
+            pool += exercises(text)
+            continue
         yield text
-        due += len(text) * share / (1 - share)
-        for exercise in exercises(text):
-            if due < len(exercise):
-                break
-            due -= len(exercise)
+        plain += len(text)
+        while pool and practised < plain * share / (1 - share):
+            exercise = pool.pop(rng.randrange(len(pool)))
+            practised += len(exercise)
             yield exercise
 
 
@@ -59,15 +68,13 @@ def exercises(text: str) -> Iterator[str]:
     The lines of an exercise begin differently, so that the beginning of each determines the rest.
     """
     rng = random.Random(zlib.crc32(text.encode()))
-    starts = [0, *(i + 1 for i, c in enumerate(text) if c == "\n")]
-    for start in rng.sample(starts, len(starts)):
-        end = text.find("\n", start + rng.randint(*EXCERPT))
+    start = 0
+    while (end := text.find("\n", start + rng.randint(*EXCERPT))) >= 0:
         excerpt = text[start:end].strip("\n")
-        if end < 0 or len(excerpt) > 2 * EXCERPT[1]:
-            continue
+        start = end + 1
         matches = [match for pattern in KINDS.values() for match in pattern.finditer(excerpt)]
         lines = [match[0].strip() for match in matches if excerpt.count(match[1]) == 1]
-        if lines:
+        if lines and len(excerpt) <= 2 * EXCERPT[1]:
             asked = rng.sample(lines, min(LINES, len(lines)))
             yield "\n\n".join([*[excerpt] * rng.choice((1, 2)), *asked])
 

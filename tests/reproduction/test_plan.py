@@ -173,7 +173,8 @@ def test_the_text_is_a_sample_of_the_files(plan):
     assert training[0] != held_out[0]
     plain = [text for text in training if "\n\n" not in text]  # these files have no empty lines
     practised = [text for text in training if "\n\n" in text]
-    assert set(plain) < set(files.texts("train")) and practised
+    assert set(plain) < set(files.texts("train"))
+    assert practised
     assert not any(exercise.partition("\n\n")[0] in text for exercise in practised for text in plain)
     if plan.profile is MINUTES:  # the laptop's runs would read more files than there are
         share = sum(map(len, practised)) / sum(map(len, training))

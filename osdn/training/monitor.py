@@ -118,6 +118,7 @@ class Stop(TrainerCallback):
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.before: dict[signal.Signals, Any] = {}  # handlers
 
     def on_train_begin(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
         self.before = {
@@ -138,7 +139,8 @@ class Stop(TrainerCallback):
             self.signal = signal.Signals(number)
             control.should_save = control.should_training_stop = True
 
-    def on_train_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+    def restore(self) -> None:
+        """Bring back the former handlers, however training ended."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
 

@@ -335,6 +335,8 @@ def _run(
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise TrainingError(f"the device ran out of memory: {error}\n{LESS_MEMORY}") from error
         raise
+    finally:
+        stop.restore()
     if stop.signal is not None:
         if arguments.process_index == 0:
             step = trainer.state.global_step

@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import shutil
+import signal
 from dataclasses import asdict
 from datetime import datetime
 from functools import wraps
@@ -613,10 +614,12 @@ def test_a_logged_loss_is_the_mean_over_the_steps_that_were_not_skipped(write_co
 
 def test_too_many_skipped_steps_stop_the_run_with_the_reason(write_config, monkeypatch, tmp_path):
     poison(monkeypatch, set(range(5, 13)))
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(TrainingError, match=r"4 steps had a gradient that is not finite.*steps \(3\)"):
         train(load_settings(write_config()))
     assert (tmp_path / "run" / "checkpoint-4").exists()
     assert not (tmp_path / "run" / "model").exists()
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("tiny")])

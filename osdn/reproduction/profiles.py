@@ -32,7 +32,7 @@ class Profile:
     seq_len: int  # tokens read at once
     context_len: int
     learning_rate: float
-    exercises: float  # share of the training text that are exercises in looking things up
+    exercises: float  # share of the training text that consists of exercises in looking things up
     validation_tokens: int
     window: int  # tokens of one reading in the recall tasks
     questions: int  # of each recall task

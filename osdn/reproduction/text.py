@@ -1,8 +1,8 @@
 """The text of a reproduction: a fair sample of the installed Python files, as much as its runs read.
 
-Part of it are exercises in looking things up: an excerpt from a training file, once or twice, and then some
-of its lines again, in the form of the questions of `code_recall`.  Without them, models and budgets of this
-size hardly learn to copy, and no model would answer any question (docs/reproduction.md).
+Some of it consists of exercises in looking things up: an excerpt from a training file, once or twice, and
+then some of its lines again, in the form of the questions of `code_recall`.  Plain text hardly teaches small
+models to copy (docs/reproduction.md).
 """
 
 import json

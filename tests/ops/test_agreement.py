@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
-from osdn.ops import delta_rule, online_scaled_delta_rule, precondition_keys
+from osdn.ops import delta_rule, newton_keys, online_scaled_delta_rule, precondition_keys
 from tests.ops.problems import (
     BACKENDS,
     OPERATORS,
@@ -226,3 +226,14 @@ def test_keys_of_any_size_precondition_alike(backend, size):
     problem = extreme({"k": size})
     want = answer(precondition_keys, problem, "reference", torch.float64)
     agrees(precondition_keys, problem, backend, torch.float32, want)
+
+
+@pytest.mark.parametrize("block", [1, 4, 16])
+def test_a_constant_retention_close_to_one_keeps_its_digits(block):
+    """In float32, 1 - 0.9999 is wrong in the fourth digit, and over many tokens that adds up."""
+    config = Config(lengths=(300,), K=16, V=4, retention="constant", prior=4.0, block=block)
+    problem = make(config)
+    problem.options["retention"] = 0.9999
+    want = answer(newton_keys, problem, "reference", torch.float64)
+    got = answer(newton_keys, problem, "cpu", torch.float32)
+    assert relative_error(got["final_covariance"], want["final_covariance"]) < 1e-6

@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from osdn.evaluation.perplexity import BLOCK
 from osdn.reproduction.profiles import CHANGED, Profile, baseline_of
-from osdn.reproduction.text import SOURCE, write_text
+from osdn.reproduction.text import SOURCE, VOCABULARY, write_text
 from osdn.results.scores import CODE_TWICE
 from osdn.results.store import METRICS, TRAINING, save_json
 from osdn.training.data import SourceFiles, load_tokenizer
@@ -135,8 +135,9 @@ class Plan:
                 "tokenizer": str(self.tokenizer),
                 "seq_len": p.seq_len,
                 "context_len": p.context_len,
+                "shuffle": p.shuffle,
             },
-            "optimizer": {"learning_rate": p.learning_rate, "warmup_steps": max(1, p.steps // 10)},
+            "optimizer": {"learning_rate": p.learning_rate, "warmup_steps": max(1, p.steps // 20)},
             "training": {"steps": p.steps, "tokens_per_step": p.tokens_per_step},
             "validation": {"split": f"train[{training}:]", "every": 0, "tokens": p.validation_tokens},
             "checkpoints": {"every": max(1, p.steps // 5), "keep": 1},
@@ -145,7 +146,7 @@ class Plan:
 
     def vocabulary(self) -> Job:
         p = self.profile
-        arguments = ("tokenizer", "train", "stdlib", self.tokenizer, "--vocab-size", p.vocab_size)
+        arguments = ("tokenizer", "train", VOCABULARY, self.tokenizer, "--vocab-size", p.vocab_size)
         return _job("make", "the vocabulary", arguments, {self.tokenizer / "tokenizer.json": None})
 
     def write_books(self) -> None:

@@ -32,7 +32,10 @@ class Profile:
     seq_len: int  # tokens read at once
     context_len: int
     learning_rate: float
-    exercises: float  # share of the training text that consists of exercises in looking things up
+    initializer_range: float
+    primer_tokens: int  # of random words listed twice, with which training begins
+    exercises: float  # share of the text after them that consists of exercises in looking things up
+    shuffle: int  # how far pieces of text may move; the primer must stay at the beginning
     validation_tokens: int
     window: int  # tokens of one reading in the recall tasks
     questions: int  # of each recall task
@@ -62,6 +65,7 @@ class Profile:
             "intermediate_size": 2 * self.width,
             "num_hidden_layers": self.layers,
             "num_heads": self.heads,
+            "initializer_range": self.initializer_range,
         }
         if baseline_of(model) == "gdn":
             sizes |= {
@@ -88,7 +92,10 @@ MINUTES = Profile(
     seq_len=2048,
     context_len=512,
     learning_rate=1e-2,
+    initializer_range=0.1,
+    primer_tokens=10_000,
     exercises=0.3,
+    shuffle=20,
     validation_tokens=8192,
     window=200,
     questions=8,
@@ -103,16 +110,19 @@ MINUTES = Profile(
 LAPTOP = Profile(
     name="laptop",
     seeds={model: 6 if model in DELTA_NET else 3 for models in BLOCKS.values() for model in models},
-    vocab_size=3072,
+    vocab_size=2048,
     width=128,
     layers=2,
     heads=2,
-    steps=3300,
-    tokens_per_step=1024,
-    seq_len=1024,
+    steps=2400,
+    tokens_per_step=2048,
+    seq_len=2048,
     context_len=512,
-    learning_rate=2e-3,
-    exercises=0.3,
+    learning_rate=5e-3,
+    initializer_range=0.09,
+    primer_tokens=1_500_000,
+    exercises=0.5,
+    shuffle=500,
     validation_tokens=131_072,
     window=128,
     questions=150,

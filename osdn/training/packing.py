@@ -27,7 +27,7 @@ from osdn.training.data import tokenize
 
 IGNORED_LABEL = -100
 READ_AHEAD = 256  # pieces fetched at once from a data set on disk
-SHUFFLE_BUFFER = 10_000  # pieces in the shuffle buffer of a stream
+SHUFFLE_BUFFER = 10_000  # pieces of a stream that are shuffled together, unless a run says otherwise
 STREAM_START = 1000  # pieces that identify a stream
 
 
@@ -46,9 +46,15 @@ class Pieces:
     """The tokens of a data set in pieces of at most `context_len`, ordered by seed and epoch."""
 
     def __init__(
-        self, data: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, context_len: int, seed: int
+        self,
+        data: Dataset | IterableDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        context_len: int,
+        seed: int,
+        shuffle: int | None = None,
     ) -> None:
         self.data, self.seed = tokenize(data, tokenizer, context_len).with_format("numpy"), seed
+        self.shuffle = shuffle  # how far pieces move at most; None is anywhere
         self.documents = len(data) if isinstance(data, Dataset) else None  # unknown for a stream
 
     def count_tokens(self) -> int | None:
@@ -70,12 +76,20 @@ class Pieces:
         """The pieces of an epoch, starting at piece `start`."""
         generator = np.random.default_rng((self.seed, epoch))
         if isinstance(self.data, Dataset):
-            order = generator.permutation(len(self.data))[start:]
+            order = _order(len(self.data), self.shuffle, generator)[start:]
             for i in range(0, len(order), READ_AHEAD):
                 yield from self.data[order[i : i + READ_AHEAD]]["input_ids"]
         else:
-            stream = self.data.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER).skip(start)
+            buffer = self.shuffle or SHUFFLE_BUFFER
+            stream = self.data.shuffle(generator=generator, buffer_size=buffer).skip(start)
             yield from (row["input_ids"] for row in stream)
+
+
+def _order(count: int, shuffle: int | None, generator: np.random.Generator) -> np.ndarray:
+    """A random order of the numbers below `count`, in which none moves by `shuffle` places or more."""
+    if shuffle is None:
+        return generator.permutation(count)
+    return np.argsort(np.arange(count) + generator.uniform(0, shuffle, count))
 
 
 @dataclass

@@ -31,9 +31,10 @@ class DataSettings:
     tokenizer: str  # bytes, a directory, or a name on the hub
     seq_len: int  # tokens per device and batch; documents and pieces of them are packed end to end
     context_len: int  # longer documents are split
+    shuffle: int | None  # pieces move at most so far; null is anywhere, or within 10,000 pieces of a stream
 
     def __post_init__(self) -> None:
-        _positive("data", self, "seq_len", "context_len")
+        _positive("data", self, "seq_len", "context_len", *["shuffle"] * (self.shuffle is not None))
         if self.context_len < 2:
             raise ValueError("data.context_len is 1; it must be at least 2, or there is nothing to predict")
 

@@ -474,7 +474,7 @@ def _pieces(settings: RunSettings, split: str, tokenizer: PreTrainedTokenizerBas
         text_column=data.text_column,
         streaming=data.streaming,
     )
-    return Pieces(source, tokenizer, data.context_len, seed)
+    return Pieces(source, tokenizer, data.context_len, seed, data.shuffle)
 
 
 def check_vocabulary(config: OSDNConfig, tokenizer: PreTrainedTokenizerBase) -> None:

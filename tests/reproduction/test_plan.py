@@ -13,7 +13,7 @@ from osdn.cli import app
 from osdn.models import describe
 from osdn.reproduction.plan import Plan
 from osdn.reproduction.profiles import BLOCKS, DELTA_NET, LAPTOP, MINUTES, PROFILES, paper_commands
-from osdn.reproduction.text import exercises
+from osdn.reproduction.text import exercises, frequent_words, primer
 from osdn.training.data import SourceFiles, load_source
 from osdn.training.settings import load_settings
 
@@ -161,6 +161,24 @@ def test_exercises_ask_for_lines_of_their_excerpt():
     assert not list(exercises("nothing to ask for\n" * 100))
 
 
+def test_the_primer_lists_random_words_twice():
+    words = frequent_words(iter(["x = the a the of", "if of the the not_a_word THE"]), 2)
+    assert words == ["the", "of"]
+    words = [f"word{i}" for i in range(256)]
+    texts = list(primer(words, 50_000))
+    lists = [text.split() for text in texts]
+    halves = [len(listed) // 2 for listed in lists]
+    assert all(listed[:half] == listed[half:] for listed, half in zip(lists, halves))
+    assert all(text.startswith(" word") for text in texts)  # so that a word's tokens are the same everywhere
+    assert 50_000 <= sum(len(listed) + 1 for listed in lists) < 50_000 + 121
+    easy = len(lists) // 4
+    assert (min(halves), max(halves[:easy])) == (3, 12)
+    assert 50 < max(halves) <= 60
+    assert {word for listed in lists[:easy] for word in listed} == set(words[:32])
+    assert len({word for listed in lists for word in listed}) > 240
+    assert not list(primer(words, 0))
+
+
 def test_the_text_is_a_sample_of_the_files(plan):
     begun = json.loads((plan.folder / "reproduction.json").read_text())["text"]
     texts = [json.loads(line)["text"] for line in plan.text.read_text().splitlines()]
@@ -171,6 +189,9 @@ def test_the_text_is_a_sample_of_the_files(plan):
         assert 0 <= sum(map(len, training)) - 4 * plan.profile.tokens < 40_000
         assert 0 <= sum(map(len, held_out)) - 4 * plan.profile.validation_tokens < 40_000
     assert training[0] != held_out[0]
+    assert training[0].startswith(" ")
+    words = next(i for i, text in enumerate(training) if not text.startswith(" "))
+    training = training[words:]
     plain = [text for text in training if "\n\n" not in text]  # these files have no empty lines
     practised = [text for text in training if "\n\n" in text]
     assert set(plain) < set(files.texts("train"))
@@ -181,5 +202,5 @@ def test_the_text_is_a_sample_of_the_files(plan):
         assert abs(share - plan.profile.exercises) < 0.05
     assert held_out == list(islice(files.texts("validation"), len(held_out)))
     settings = load_settings(plan.config("osdn"))
-    assert len(load_source(settings.data.source, split=settings.data.split)) == len(training)
+    assert len(load_source(settings.data.source, split=settings.data.split)) == begun["training"]
     assert load_source(settings.data.source, split=settings.validation.split)["text"][0] == held_out[0]

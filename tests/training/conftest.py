@@ -24,6 +24,7 @@ CONFIG: dict[str, Any] = {
         "tokenizer": "bytes",
         "seq_len": 96,
         "context_len": 40,
+        "shuffle": None,
     },
     "optimizer": {
         "learning_rate": 0.003,

@@ -191,7 +191,6 @@ def referee(
 ) -> None:
     """Compare preconditioners and other updates with plain delta rules, all tuned in the same way."""
     from osdn.lab import referee as lab
-    from osdn.results.referee_page import write_referee
 
     with plain_errors():
         writable_folder(output)
@@ -202,8 +201,7 @@ def referee(
             protocol = lab.quick(protocol)
         content = _contest("referee", protocol, lab.planned, lab.run_referee, output, jobs, dry_run)
         if content is not None:
-            command = f"osdn lab referee{' --quick' * quick}"
-            _show_contest("referee", content, write_referee(output / "referee.html", content, command))
+            _show_contest(content, output, " --quick" * quick)
 
 
 @app.command("write-gate")
@@ -215,14 +213,13 @@ def write_gate(
 ) -> None:
     """Study where the initial value of DeltaNet's write gate matters: widths, heads, lengths, budgets."""
     from osdn.lab import write_gate as lab
-    from osdn.results.gate_page import write_gate_page
 
     with plain_errors():
         writable_folder(output)
         study = lab.Study(seeds=seeds)
         content = _contest("write-gate", study, lab.planned, lab.run_study, output, jobs, dry_run)
         if content is not None:
-            _show_contest("write-gate", content, write_gate_page(output / "write-gate.html", content))
+            _show_contest(content, output)
 
 
 def _contest(
@@ -251,16 +248,19 @@ def _contest(
     return content
 
 
-def _show_contest(kind: str, content: dict[str, Any], page: Path) -> None:
-    """Print the main tables and findings, as in the report."""
-    from osdn.results.report import CONTESTS
+def _show_contest(content: dict[str, Any], output: Path, options: str = "") -> None:
+    """Print the main tables and findings, as in the report, and write the page."""
+    from osdn.results.contests import CONTESTS, fill_document
 
-    _, verdicts, tables = CONTESTS[kind]
-    for table in tables(content):
+    contest = CONTESTS[content["kind"]]
+    page = contest.write_page(output / f"{content['kind']}.html", content, contest.command + options)
+    for table in contest.tables(content, 1.0):
         show(table)
-    for words in verdicts(content):
+    for words in contest.verdicts(content):
         console.print(words, soft_wrap=True, markup=False, highlight=False)
     console.print(f"wrote {page.resolve()}; open it in a browser", soft_wrap=True)
+    if fill_document(content, output):
+        console.print(f"filled in {output.with_suffix('.md')}", soft_wrap=True)
 
 
 def demo(

@@ -19,6 +19,7 @@ from osdn.reproduction.profiles import ABLATIONS
 from osdn.reproduction.results import Content, difference, estimate, mean_rows, values
 from osdn.reproduction.runner import Layout
 from osdn.results import paper, plots
+from osdn.results.document import fill
 from osdn.results.names import title
 from osdn.results.page import figure, section, table, write_page
 from osdn.results.paper import BUCKETS
@@ -28,7 +29,7 @@ from osdn.results.style import GREY, INK, STYLE, legend_label, panel, styled
 from osdn.results.tables import NONE, Cell, Row, Table, markdown, number
 
 PAGE, TABLES = "report.html", "tables.md"
-BEGIN, END = "<!-- made by osdn reproduce: begin -->", "<!-- made by osdn reproduce: end -->"
+COMMAND = "osdn reproduce"
 THE_PAPERS = "the paper's, 340M"
 HEADINGS = {
     SHOWS: "Shows at this scale",
@@ -143,19 +144,9 @@ def write_report(content: Content, folder: Path) -> list[Path]:
             paths.append(folder / f"{name}.svg")
             drawing.savefig(paths[-1], metadata={"Date": None})
     document = folder.with_suffix(".md")
-    if document.is_file() and BEGIN in (text := document.read_text(encoding="utf-8")):
-        document.write_text(with_tables(text, content), encoding="utf-8")
+    if fill(document, COMMAND, tables_in_markdown(content)):
         paths.append(document)
     return paths
-
-
-def with_tables(text: str, content: Content) -> str:
-    """A page whose part between the two marks is replaced by these results."""
-    before, _, from_begin = text.partition(BEGIN)
-    _, end, after = from_begin.partition(END)
-    if not end:
-        raise ValueError(f"the page has {BEGIN!r} and not {END!r}; put it where the tables end")
-    return f"{before}{BEGIN}\n\n{tables_in_markdown(content)}\n{END}{after}"
 
 
 def lead(content: Content) -> str:

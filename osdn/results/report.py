@@ -4,7 +4,7 @@ Only tables and models with results are shown; `everything` shows the paper's fu
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ from osdn.results import comparison as comparing
 from osdn.results import plots
 from osdn.results.columns import DIAGNOSTIC, GENERAL, PG19, TABLES, TRAINING, PaperTable
 from osdn.results.comparison import Comparison, baseline
+from osdn.results.contests import CONTESTS
 from osdn.results.experiments import experiment_table, verdict
-from osdn.results.gate_page import gate_table, gate_verdicts, tasks_of
 from osdn.results.page import figure, section, table, write_page
-from osdn.results.referee_page import difference_table, verdicts
 from osdn.results.scores import Score
 from osdn.results.store import Store, model_key
 from osdn.results.tables import Cell, Row, Table, number
@@ -30,17 +29,6 @@ CLAIMS = (
     ("final training loss", "loss_change", 3, "", False),
     ("speed", "throughput_change", 1, " %", True),
 )
-
-
-# For each kind of contest: its title, its findings, and the tables that show them.
-CONTESTS: dict[str, tuple[str, Callable[[Any], list[str]], Callable[[Any], list[Table]]]] = {
-    "referee": ("The referee", verdicts, lambda content: [difference_table(content, 1.0)]),
-    "write-gate": (
-        "The start of the write gate",
-        gate_verdicts,
-        lambda content: [gate_table(content, task, 1.0) for task in tasks_of(content)],
-    ),
-}
 
 
 def write_report(store: Store, path: Path, everything: bool = False) -> Path:
@@ -74,10 +62,8 @@ def _headline(comparisons: list[Comparison], store: Store) -> str:
                 )
             )
     for _, content in store.contests:
-        sentences += [
-            f"{CONTESTS[content['kind']][0]}: {sentence}"
-            for sentence in CONTESTS[content["kind"]][1](content)
-        ]
+        contest = CONTESTS[content["kind"]]
+        sentences += [f"{contest.title}: {sentence}" for sentence in contest.verdicts(content)]
     if not sentences:
         sentences = ["No model has a baseline to compare with yet."]
     return f'<ul class="verdicts">{"".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)}</ul>'
@@ -147,9 +133,9 @@ def _contests(store: Store) -> list[str]:
     kinds = [content["kind"] for _, content in store.contests]
     sections = []
     for folder, content in store.contests:
-        name, _, tables = CONTESTS[content["kind"]]
+        contest = CONTESTS[content["kind"]]
         where = f" — {folder}" if kinds.count(content["kind"]) > 1 else ""
-        sections.append(section(f"{name}{where}", *(table(t) for t in tables(content))))
+        sections.append(section(f"{contest.title}{where}", *(table(t) for t in contest.tables(content, 1.0))))
     return sections
 
 

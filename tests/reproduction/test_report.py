@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from osdn.cli import app
 from osdn.reproduction import report
 from osdn.reproduction.results import check_same_data, load, save
+from osdn.results.document import filled, marks
 from tests.browser import CHROMIUM, DRIVER, browser
 
 ROOT = Path(__file__).parents[2]
@@ -31,18 +32,19 @@ def test_committed_tables_are_what_the_command_makes(folder):
     assert (folder / "tables.md").read_text() == tables, f"regenerate: osdn reproduce --report {folder}"
     page = folder.with_suffix(".md")
     if page.exists():
-        assert page.read_text() == report.with_tables(page.read_text(), load(folder))
+        assert page.read_text() == filled(page.read_text(), report.COMMAND, tables)
 
 
 def test_the_docs_page_has_a_place_for_the_tables():
     text = (ROOT / "docs" / "reproduction.md").read_text()
-    assert text.count(report.BEGIN) == text.count(report.END) == 1
+    assert all(text.count(mark) == 1 for mark in marks(report.COMMAND))
 
 
 def test_the_command_writes_the_page_the_tables_and_the_figures(tmp_path, content):
     folder = tmp_path / "shown"
     save(content, folder)
-    (tmp_path / "shown.md").write_text(f"before\n{report.BEGIN}\nstale tables\n{report.END}\nafter\n")
+    begin, end = marks(report.COMMAND)
+    (tmp_path / "shown.md").write_text(f"before\n{begin}\nstale tables\n{end}\nafter\n")
     done = runner.invoke(app, ["reproduce", "--report", str(folder)])
     assert done.exit_code == 0, done.output
     text = (tmp_path / "shown.md").read_text()

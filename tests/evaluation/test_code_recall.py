@@ -15,23 +15,23 @@ from osdn.models.checkpoints import load_tokenizer
 from osdn.results.columns import BY_SUITE
 from osdn.training.data import VALIDATION_SHARE, SourceFiles, load_source
 
-COMMON = "shared_default = compute_everything(1)\n"  # also in training files
+COMMON = "shared_default = everything(1)\n"  # also in training files
 FILE = (
     """# File {i}.
-threshold_{i} = make_limit({i}, 0.{i}5)
+threshold_{i} = limit({i}, .{i})
 """
     + COMMON
     + """
 
 class Reader{i}:
-    def __init__(self, path{i}, encoding="u{i}"):
-        self.lines = open_somehow({i}, "zeta")
+    def __init__(self, path{i}, code="{i}"):
+        self.lines = open({i}, "zeta")
         self.path = path{i}
 
     def short(self):
         pass
 
-    def transform_{i}(self, alpha_{i}, beta=None, *rest):
+    def transform_{i}(self, alpha_{i}, *rest):
         return alpha_{i}
 """
     + "".join(f"# A line of filler, number {n}, that says nothing.\n" for n in range(12))
@@ -107,7 +107,7 @@ def test_answers_that_occur_in_training_files_are_excluded(osdn):
     assert not any(cue.startswith("self.path") for cue in cues)  # the cue would hint at the answer
     assert not any("short" in cue for cue in cues)
     train = "".join(SourceFiles("installed").texts("train"))
-    assert not any(row["value"] in train for row in rows if "open_somehow" not in row["value"])
+    assert not any(row["value"] in train for row in rows if not row["value"].startswith("open("))
 
 
 @pytest.mark.usefixtures("sources")

@@ -21,7 +21,7 @@ from osdn.evaluation.recall import ROOM, WINDOW, fast_tokenizer
 from osdn.training.data import SourceFiles
 
 QUESTIONS = 300  # per kind
-SHORTEST, LONGEST = 6, 20  # characters in an answer
+SHORTEST, LONGEST = 6, 24  # characters in an answer
 PER_FILE = 5  # most questions about one file
 CHARACTERS = 8  # upper bound on the average characters per token
 SEED = 0

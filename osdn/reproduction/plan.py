@@ -1,14 +1,16 @@
 """What a reproduction runs: every job is an `osdn` command, and the files it leaves say whether it is done.
 
-A run is a model with a seed: it is trained, evaluated and diagnosed, in this order.  The speed of all models
-is measured last, when nothing else runs.
+A run is a model with a seed: it is trained, evaluated and diagnosed, in this order.  Then its measurements go
+into one small file; a run with that file is finished, whether or not its weights are still there.  The speed
+of all models is measured last, when nothing else runs.
 """
 
 import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from osdn.results.store import METRICS, TRAINING, save_json
 from osdn.training.data import SourceFiles, load_tokenizer
 
 BEGUN = "reproduction.json"  # what the folder is for: profile and text
+PACKAGES = "requirements.txt"  # what was installed, and so what the text is made of
 OUTCOMES = ("code_recall.json", "pg19.json")
 
 
@@ -100,14 +103,16 @@ class Plan:
                 raise ValueError(f"{self.folder} holds a run of another profile; choose another --output")
             if before["text"]["fingerprint"] != fingerprint:
                 raise ValueError(
-                    f"the text has changed since {self.folder} was begun: another Python, or packages were "
-                    f"installed or removed. Go back to the environment it was begun in, or choose another "
-                    f"--output"
+                    f"the text has changed since {self.folder} was begun: it needs Python "
+                    f"{before['versions']['python']} with the packages in {self.folder / PACKAGES}. Install "
+                    f"them in a new environment, or choose another --output"
                 )
-        else:
+        if not self.text.exists():  # a folder may come without its large files
             training, validation = write_text(self.profile, self.text)
+        if not path.exists():
             documents = {"training": training, "validation": validation}
             text = {"source": SOURCE, "fingerprint": fingerprint, **documents}
+            (self.folder / PACKAGES).write_text(installed_packages())
             save_json(path, {"kind": "reproduction-plan", "profile": profile, "text": text})
         training = json.loads(path.read_text(encoding="utf-8"))["text"]["training"]
         for model in self.profile.seeds:
@@ -120,6 +125,10 @@ class Plan:
 
     def run_folder(self, model: str, seed: int) -> Path:
         return self.folder / "runs" / slug(model) / f"seed{seed}"
+
+    def finished(self, model: str, seed: int) -> Path:
+        """The file with all that a run measured; it is there when the run is finished."""
+        return self.folder / "finished" / f"{slug(model)}-seed{seed}.json"
 
     def _settings(self, model: str, training: int) -> dict[str, Any]:
         """The config of a model; it is trained on the first `training` documents, the others are held out."""
@@ -209,18 +218,33 @@ class Plan:
         ]
 
     def chains(self, precision: str) -> list[list[Job]]:
-        """One list of jobs per run: each needs the one before it."""
+        """One list of jobs per unfinished run: each needs the one before it."""
         return [
             [self.training(model, seed, precision), *self.evaluations(model, seed)]
             for model, seed in self.profile.runs
+            if not self.finished(model, seed).exists()
         ]
 
-    def throughput(self, folder: Path | None = None) -> Job:
-        """Time the first seed of each model, or the run in `folder`; speed does not depend on the weights."""
-        p, output = self.profile, folder or self.folder
-        models = [folder] if folder else [self.run_folder(model, 0) for model in p.seeds]
+    def throughput(self, precision: str) -> list[Job]:
+        """Time the first seed of each model.  Where its weights are gone, a model with one step of training
+        stands in: speed does not depend on them.
+        """
+        folders, stand_ins = [], []
+        for model in self.profile.seeds:
+            run = self.run_folder(model, 0)
+            if self.finished(model, 0).exists() and not (run / "model").exists():
+                run = self.folder / "timed" / slug(model)
+                few = f"validation.tokens={self.profile.seq_len}"
+                stand_in = self.training(model, 0, precision, run, few, steps=1)
+                stand_ins.append(replace(stand_in, kind="make", of=f"a {model} to time"))
+            folders.append(run)
+        return [*stand_ins, self.timing(folders, self.folder)]
+
+    def timing(self, runs: Sequence[Path], output: Path) -> Job:
+        """Time the models of some runs."""
+        p = self.profile
         sizes = ("--prefill", p.prefill, "--decode", p.decode, "--output", output)
-        arguments = ("bench", "throughput", *(run / "model" for run in models), *sizes)
+        arguments = ("bench", "throughput", *(run / "model" for run in runs), *sizes)
         return _job("time", "all models", arguments, {output / "throughput.json": None})
 
 
@@ -234,6 +258,12 @@ def slug(model: str) -> str:
     'delta_net-bias-2'
     """
     return re.sub(r"[^a-z0-9_.]+", "-", model)
+
+
+def installed_packages() -> str:
+    """Every installed package with its version, except this one, as pip reads them."""
+    packages = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"] != "osdn"}
+    return "".join(f"{name}=={packages[name]}\n" for name in sorted(packages, key=str.lower))
 
 
 def _job(

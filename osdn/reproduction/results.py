@@ -1,10 +1,6 @@
-"""One small file with all that the tables need: what each run scored, by model and seed.
-
-The commands' own files are read through `osdn.results.store`; this one is committed, they need not be.
-"""
+"""One small file with all that the tables need: what each run scored, by model and seed."""
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,18 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from osdn.models import describe_model
+from osdn.reproduction.finished import read_finished, rounded
 from osdn.reproduction.plan import BEGUN, Plan
 from osdn.reproduction.profiles import baseline_of
 from osdn.reproduction.runner import MACHINE, hours_taken
-from osdn.results.losses import loss_curve
-from osdn.results.scores import derive
 from osdn.results.statistics import Estimate, t_interval
-from osdn.results.store import TRAINING, digest, environment, read_results
+from osdn.results.store import environment
 
 RESULTS = "results.json"
-POINTS = 100  # of a loss curve
-DIGITS = 6
+OF_A_RUN = ("model", "seed", "data", "scores", "loss", "ratio_by_position", "second_reading_at")
 SPEED = ("tokens_per_second", "prefill_ms", "decode_ms", "state_mib")
 Content = dict[str, Any]
 
@@ -34,64 +27,30 @@ def collect(plan: Plan) -> Content:
     begun = json.loads((plan.folder / BEGUN).read_text(encoding="utf-8"))
     machine = json.loads((plan.folder / MACHINE).read_text(encoding="utf-8"))
     timed = json.loads((plan.folder / "throughput.json").read_text(encoding="utf-8"))
-    first = plan.run_folder(*plan.profile.runs[0])
-    trained = json.loads((first / TRAINING).read_text(encoding="utf-8"))
-    runs = [_run(plan, model, seed) for model, seed in plan.profile.runs]
+    runs = list(read_finished(plan))
     check_same_data(runs)
+    sizes = {run["model"]: run["parameters"] for run in runs}
     return {
         "kind": "reproduction",
         **environment(),
         "profile": asdict(plan.profile),
-        "text": begun["text"] | {key: trained["data"][key] for key in ("documents", "tokens", "digest")},
+        "text": begun["text"] | runs[0]["text"],
         "machine_choice": {key: machine[key] for key in ("layout", "precision", "trials")},
-        "hours": _rounded(hours_taken(plan.folder)),
-        "models": {model: _model(plan, model) for model in plan.profile.seeds},
-        "runs": runs,
+        "hours": rounded(hours_taken(plan.folder)),
+        "models": {model: {"baseline": baseline_of(model), "parameters": n} for model, n in sizes.items()},
+        "runs": [{key: run[key] for key in OF_A_RUN} for run in runs],
         "throughput": {row["model"]: _speed(row, timed["rows"]) for row in timed["rows"]},
     }
 
 
 def _speed(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A model's speed, and by how many per cent each repeat differed from its baseline's."""
-    speed: dict[str, Any] = {key: _rounded(row[key]) for key in SPEED if row.get(key) is not None}
+    speed: dict[str, Any] = {key: rounded(row[key]) for key in SPEED if row.get(key) is not None}
     base = next((other for other in rows if other["model"] == row["compared_with"]), None)
     if base is not None:
         pairs = zip(base["times_ms"], row["times_ms"])
-        speed["changes"] = [_rounded(100 * (sum(theirs) / sum(ours) - 1)) for theirs, ours in pairs]
+        speed["changes"] = [rounded(100 * (sum(theirs) / sum(ours) - 1)) for theirs, ours in pairs]
     return speed
-
-
-def _model(plan: Plan, model: str) -> dict[str, Any]:
-    """The baseline and the size of a model."""
-    described = describe_model(plan.run_folder(model, 0) / "model")
-    return {"baseline": baseline_of(model), "parameters": described.parameters}
-
-
-def _run(plan: Plan, model: str, seed: int) -> dict[str, Any]:
-    folder = plan.run_folder(model, seed)
-    store = read_results([folder])
-    if store.unreadable:
-        path, reason = next(iter(store.unreadable.items()))
-        raise ValueError(f"{path} cannot be read: {reason}; remove it and run the same command")
-    scores = {
-        name: score.value for name, score in derive({m.column: m.score for m in store.measurements}).items()
-    }
-    [(_, diagnosis)], [run] = store.diagnoses, store.runs
-    overall, curve = diagnosis["all"], loss_curve(run.lines)
-    for reading in ("first_reading", "second_reading"):
-        if overall[reading] is not None:
-            scores[f"q_{reading}"] = overall[reading]["value"]
-    scores["lm_ppl"] = math.exp(scores["validation_loss"])
-    thin = max(1, len(curve.tokens) // POINTS)
-    return {
-        "model": model,
-        "seed": seed,
-        "data": digest(sorted((m.column, m.data.digest or "") for m in store.measurements)),
-        "scores": {name: _rounded(x) for name, x in sorted(scores.items())},
-        "loss": [[int(t), _rounded(x)] for t, x in list(zip(curve.tokens, curve.losses))[thin - 1 :: thin]],
-        "ratio_by_position": [row and _rounded(row["value"]) for row in overall["by_position"]],
-        "second_reading_at": overall["boundary"],
-    }
 
 
 def check_same_data(runs: Sequence[Mapping[str, Any]]) -> None:
@@ -99,14 +58,10 @@ def check_same_data(runs: Sequence[Mapping[str, Any]]) -> None:
     usual = Counter(run["data"] for run in runs).most_common(1)[0][0]
     if others := [f"{run['model']}, seed {run['seed']}" for run in runs if run["data"] != usual]:
         raise ValueError(
-            f"these runs were measured on other text than the rest: {'; '.join(others)}. Packages were "
-            f"installed or removed meanwhile, and the questions are about installed files. Remove the `eval` "
-            f"and `diagnosis.json` of all runs, and run the same command to measure them again"
+            f"these runs read other text than the rest: {'; '.join(others)}. Packages were installed or "
+            f"removed meanwhile, and text and questions are installed files. Remove these runs from the "
+            f"folders `runs` and `finished`, and run the same command to repeat them"
         )
-
-
-def _rounded(x: float) -> float:
-    return float(f"{x:.{DIGITS}g}")
 
 
 def save(content: Content, folder: Path) -> Path:

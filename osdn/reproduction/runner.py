@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from osdn.reproduction.finished import save_finished
 from osdn.reproduction.plan import Job, Plan, cost_key
 from osdn.reproduction.profiles import baseline_of
 from osdn.results.store import save_json
@@ -84,12 +86,14 @@ def reproduce(plan: Plan, console: Console, show: Callable[[Table], None]) -> No
         runner.run([[plan.vocabulary()]], cores, "vocabulary")
         plan.write_books()
         machine = measure(plan, runner)
-        chains, timing = plan.chains(machine.precision), plan.throughput()
-        if missing := [job for chain in (*chains, [timing]) for job in chain if not job.is_done()]:
+        save_finished(plan, machine.precision)
+        chains, timing = plan.chains(machine.precision), plan.throughput(machine.precision)
+        if missing := [job for chain in (*chains, timing) for job in chain if not job.is_done()]:
             show(plan_table(plan, machine, missing))
             console.print(f"{escape(str(machine))}\nstop at any time; the same command continues")
-        runner.run(chains, machine.layout, plan.profile.name, machine.expected)
-        runner.run([[timing]], cores, "throughput", machine.expected)
+        save = partial(save_finished, plan, machine.precision)
+        runner.run(chains, machine.layout, plan.profile.name, machine.expected, save)
+        runner.run([timing], cores, "throughput", machine.expected)
 
 
 def plan_table(plan: Plan, machine: Machine, jobs: Sequence[Job]) -> Table:
@@ -127,7 +131,7 @@ def measure(plan: Plan, runner: "Runner") -> Machine:
     trials += [_trial(plan, runner, first, layout, precision) for precision in p.precisions[1:]]
     best = max(trials, key=_rate)
     start = min(trial.pop("start_seconds") for trial in trials)
-    seconds = {}
+    seconds = {"make": start}  # a model with a step of training
     blocks = {baseline_of(model): model for model in reversed(p.seeds)}  # the first model of each
     for plain, model in blocks.items():
         known = best if model == first else _trial(plan, runner, model, layout, best["precision"])
@@ -136,7 +140,7 @@ def measure(plan: Plan, runner: "Runner") -> Machine:
     timed = runner.run([plan.evaluations(first, 0, copy) for copy in copies], layout, "trial evaluation")
     for kind in ("evaluate", "diagnose"):
         seconds[kind] = max(t for job, t in timed if job.kind == kind)
-    [(_, t)] = runner.run([[plan.throughput(copies[0])]], Layout(1, cores), "trial timing")
+    [(_, t)] = runner.run([[plan.timing(copies[:1], copies[0])]], Layout(1, cores), "trial timing")
     seconds["time"] = t * len(p.seeds)
     shutil.rmtree(folder)
     content = {"layout": asdict(layout), "precision": best["precision"], "trials": trials, "seconds": seconds}
@@ -191,8 +195,12 @@ class Runner:
         layout: Layout,
         words: str,
         expected: Callable[[Job], float] = lambda job: 1.0,
+        on_end: Callable[[], None] = lambda: None,
     ) -> list[tuple[Job, float]]:
-        """Run the jobs that are not done, each chain in order, and return the seconds of each job."""
+        """Run the jobs that are not done, each chain in order, and return the seconds of each job.
+
+        `on_end` is called at the end of every chain.
+        """
         waiting = [[job for job in chain if not job.is_done()] for chain in chains]
         waiting = [chain for chain in waiting if chain]
         if not waiting:
@@ -223,6 +231,8 @@ class Runner:
                         del left[command.job]
                         if command.chain:
                             running.append(self._start(command.chain, layout))
+                        else:
+                            on_end()
                     begun = {command.job: command.job.share() for command in running}
                     open_ = sum(t * (1 - begun.get(job, 0.0)) for job, t in left.items())
                     live = "; ".join(escape(printable(command.job.name)) for command in running)
@@ -267,9 +277,7 @@ class Runner:
         if command.job.kind == "train":  # a finished run needs only its model
             for checkpoint in command.job.leaves[0][0].parent.glob("checkpoint-*"):
                 shutil.rmtree(checkpoint)
-        recall = (
-            command.job.recall()
-        )  # if near zero for a baseline, no difference can show: tell the user early
+        recall = command.job.recall()  # no difference can show if a baseline's is near zero: say so early
         if recall or not self.console.is_terminal:
             self.console.print(f"{command.job.name}: {seconds:,.0f} s{recall}", highlight=False, markup=False)
         return seconds

@@ -4,10 +4,12 @@ import json
 import shlex
 import sysconfig
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import islice
 
 import pytest
 import typer
+from packaging.requirements import Requirement
 
 from osdn.cli import app
 from osdn.models import describe
@@ -57,7 +59,8 @@ def test_every_command_parses_and_every_config_loads(plan):
         assert parse(chain[1].arguments)["checkpoint"] == f"{settings.output_dir}/model"
         assert parse(chain[2].arguments)["window"] == plan.profile.window
         assert not any(job.is_done() for job in chain)
-    parse(plan.throughput().arguments)
+    for job in plan.throughput("float32"):
+        parse(job.arguments)
     parse(plan.vocabulary().arguments)
 
 
@@ -105,6 +108,39 @@ def test_a_folder_of_another_profile_or_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(SourceFiles, "fingerprint", "other")
     with pytest.raises(ValueError, match="the text has changed since"):
         Plan(MINUTES, tmp_path).begin()
+
+
+def test_a_folder_that_comes_without_its_large_files_gets_the_same_text_again(tmp_path):
+    plan = Plan(MINUTES, tmp_path)
+    plan.begin()
+    text = plan.text.read_bytes()
+    plan.text.unlink()
+    plan.begin()
+    assert plan.text.read_bytes() == text
+
+
+def test_the_packages_behind_the_text_are_listed_as_pip_reads_them(tmp_path):
+    Plan(MINUTES, tmp_path).begin()
+    lines = (tmp_path / "requirements.txt").read_text().splitlines()
+    assert f"torch=={version('torch')}" in lines
+    assert all(Requirement(line).name != "osdn" for line in lines)
+
+
+def test_a_finished_run_needs_no_commands_and_no_weights(tmp_path):
+    plan = Plan(MINUTES, tmp_path)
+    plan.begin()
+    plan.finished("osdn", 0).parent.mkdir()
+    plan.finished("osdn", 0).write_text("{}")
+    chains = plan.chains("float32")
+    assert len(chains) == len(MINUTES.runs) - 1
+    assert not any(job.of == "osdn, seed 0" for chain in chains for job in chain)
+    stand_in, timing = plan.throughput("float32")
+    settings = load_settings(*(parse(stand_in.arguments)[key] for key in ("config", "replace")))
+    assert settings.training.steps == 1
+    assert settings.model_config().preconditioner["eta"] == 0.003
+    assert f"{settings.output_dir}/model" in timing.arguments
+    (plan.run_folder("osdn", 0) / "model").mkdir(parents=True)
+    assert [job.kind for job in plan.throughput("float32")] == ["time"]
 
 
 def test_the_papers_commands_are_real():

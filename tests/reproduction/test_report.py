@@ -104,7 +104,7 @@ def test_means_and_intervals_are_those_of_the_seeds(content):
 def test_runs_on_other_text_are_refused():
     runs = [{"model": "osdn", "seed": seed, "data": "a" if seed < 3 else "b"} for seed in range(4)]
     check_same_data(runs[:3])
-    with pytest.raises(ValueError, match="measured on other text than the rest: osdn, seed 3"):
+    with pytest.raises(ValueError, match="read other text than the rest: osdn, seed 3"):
         check_same_data(runs)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from osdn.reproduction.finished import read_run
 from osdn.reproduction.plan import Plan
 from osdn.reproduction.profiles import MINUTES
-from osdn.reproduction.results import _run, load
+from osdn.reproduction.results import load
 from osdn.reproduction.runner import JobError, Layout, Runner
 
 TINIEST = replace(MINUTES, seeds={"osdn": 1}, steps=6, questions=2, books=1, prompts=1)
@@ -55,6 +57,16 @@ def test_a_killed_run_continues_and_ends_with_a_report(tmp_path):
     assert again.returncode == 0
     assert "commands" not in again.stdout  # nothing was left to do
     assert load(tmp_path)["runs"] == content["runs"]
+    # On another machine there are only the small files.
+    for large in ("runs", "books", "tokenizer", "text.jsonl", "throughput.json", "results.json"):
+        path = tmp_path / large
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (tmp_path / "finished" / "osdn-seed1.json").unlink()
+    elsewhere = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert elsewhere.returncode == 0, elsewhere.stdout + elsewhere.stderr
+    assert [path.name for path in tmp_path.glob("runs/*/*")] == ["seed1"]
+    assert load(tmp_path)["runs"] == content["runs"]
+    assert load(tmp_path)["throughput"].keys() == content["throughput"].keys()
 
 
 @pytest.mark.slow
@@ -70,7 +82,7 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path):
             commands.run([[plan.vocabulary()]], Layout(1, 1), "vocabulary")
             plan.write_books()
             commands.run(plan.chains("float32"), Layout(1, 1), "runs")
-        results.append(_run(plan, "osdn", 0))
+        results.append(read_run(plan.run_folder("osdn", 0), "osdn", 0))
     assert results[0] == results[1]
     assert results[0]["scores"]["validation_loss"] > 0
     assert not list((tmp_path / "a" / "runs").rglob("checkpoint-*"))

@@ -15,6 +15,7 @@ TITLES: dict[str, str] = {
     "osdn-newton": "OSDN-Newton",
     "osgdn-newton": "OSGDN-Newton",
     "oskda-newton": "OSKDA-Newton",
+    "osdn-newton-block-8": "OSDN-Newton+block-8",
     # The paper's ablations, and two choices that its text leaves open.
     "osdn-d0": "OSDN+D0",
     "osdn-d0-free": "OSDN+D0*",

@@ -47,6 +47,7 @@ COLOURS = {
     "oskda": "#7a3fa0",
     "oskda-apf": "#b23a78",
     "osdn-newton": "#1c8a4c",
+    "osdn-newton-block-8": "#0b5d2e",
     "osgdn-newton": "#a05a14",
     "oskda-newton": "#3b6fd1",
     "osdn-d0": "#b08a1e",

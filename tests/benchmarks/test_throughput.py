@@ -159,11 +159,13 @@ def test_the_command_measures_presets_and_sizes(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["bench", "throughput", "tiny", *sizes, "--output", str(tmp_path)])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "throughput.json").read_text())
-    blocks = [
-        [name for name in VARIANTS if VARIANTS[name][0] == backbone]
+    blocks = {
+        backbone: [name for name in VARIANTS if VARIANTS[name][0] == backbone]
         for backbone in ("delta_net", "gated_delta_net", "kda")
-    ]
-    assert [row["model"] for row in result["rows"]] == [f"{name}-tiny" for block in blocks for name in block]
+    }
+    blocks["delta_net"].append("osdn-newton-block-8")
+    names = [f"{name}-tiny" for block in blocks.values() for name in block]
+    assert [row["model"] for row in result["rows"]] == names
     assert all(len(row["times_ms"]) == 2 for row in result["rows"])
     assert throughput.expand(["hybrid-tiny"]) == [f"{name}-hybrid-tiny" for name in VARIANTS]
     (row,) = original(["gdn-hybrid-tiny"], prefill=16, decode=3, **short)["rows"]

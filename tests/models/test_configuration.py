@@ -91,17 +91,21 @@ def test_a_configuration_survives_saving_and_loading(tmp_path):
 
 NEWTON = ["osdn-newton", "osgdn-newton", "oskda-newton"]
 HYBRIDS = [name for name in PRESETS if "-hybrid-" in name]
-PAPER = [name for name in PRESETS if name.rsplit("-", 1)[0] not in NEWTON and name not in HYBRIDS]
+RECOMMENDED = "osdn-newton-block-8"
+PAPER = [
+    name for name in PRESETS if name.rsplit("-", 1)[0] not in (*NEWTON, RECOMMENDED) and name not in HYBRIDS
+]
 
 
-def test_there_are_twenty_presets_from_the_paper_six_with_newton_and_their_hybrids():
-    assert len(PRESETS) == 50
+def test_there_are_twenty_presets_from_the_paper_six_with_newton_their_hybrids_and_the_recommended_one():
+    assert len(PRESETS) == 52
     nine = ["delta_net", "osdn", "osdn-apf", "gdn", "osgdn", "osgdn-apf", "kda", "oskda", "oskda-apf"]
     names = [f"{name}-{size}" for size in ("340m", "tiny") for name in (*nine, *NEWTON)] + [
         "delta_net-1.3b",
         "osdn-apf-1.3b",
     ]
     names += [f"{name}-hybrid-{size}" for size in ("340m", "tiny") for name in (*nine, *NEWTON)]
+    names += [f"{RECOMMENDED}-{size}" for size in ("340m", "tiny")]
     assert sorted(PRESETS) == sorted(names)
 
 
@@ -124,7 +128,10 @@ def test_presets_have_the_papers_sizes(preset):
     d = describe(preset)
     assert (d.preset, d.parameters, d.preconditioner_parameters) == (preset, count, expected_extra)
     assert d.state_mib == state
-    assert round(d.scale_mib, 3) == (scale if config.preconditioner is not None else 0)
+    block_size = (config.preconditioner or {}).get("block_size", 1)  # of a covariance
+    assert d.scale_mib == pytest.approx(
+        block_size * scale if config.preconditioner is not None else 0, abs=block_size * 5e-4
+    )
     if preset in PAPER:
         assert d.paper_state_mib is not None
         assert round(d.state_mib + d.scale_mib, 3) == pytest.approx(d.paper_state_mib, abs=1e-3)

@@ -87,8 +87,8 @@ for _size in SIZES:
             "attention": HEADS[_size] | ATTENTION[_backbone],
         }
 
-# The only preconditioner that the referee found to hold more associations than a tuned plain rule, and what it
-# costs elsewhere: docs/referee.md.
+# The only preconditioner that the referee found to hold more associations than a tuned plain rule;
+# docs/referee.md also says what it costs elsewhere.
 for _size in SIZES:
     PRESETS[f"osdn-newton-block-8-{_size}"] = {
         **PRESETS[f"osdn-newton-{_size}"],

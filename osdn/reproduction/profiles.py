@@ -9,13 +9,14 @@ from typing import Any
 
 # Each is a shipped config `tiny/NAME`, except those that say otherwise.
 TUNED = "delta_net bias=-2"
+BEST = "osdn-newton-block-8"  # of the referee
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {TUNED: ("tiny/delta_net", {"beta_bias": -2.0})}
-DELTA_NET = ("delta_net", "osdn", "osdn-apf", TUNED)
+DELTA_NET = ("delta_net", "osdn", "osdn-apf", TUNED, BEST)
 ABLATIONS = ("osdn-d0", "osdn-d0-free", "osdn-beta-unaware")
 BLOCKS = {  # the models by the plain delta rule that they are compared with
-    "delta_net": (*DELTA_NET, *ABLATIONS, "osdn-newton"),
-    "gdn": ("gdn", "osgdn", "osgdn-apf", "osgdn-newton"),
-    "kda": ("kda", "oskda", "oskda-apf", "oskda-newton"),
+    "delta_net": (*DELTA_NET, *ABLATIONS),
+    "gdn": ("gdn", "osgdn", "osgdn-apf"),
+    "kda": ("kda", "oskda", "oskda-apf"),
 }
 
 

@@ -113,7 +113,10 @@ sequences, {seeds[0]} seeds. <b>Text</b>: the sources of Python's standard libra
 {text["task"]["length"]} tokens, {seeds[1]} seeds.</p>
 <p><b>Online scaling</b> multiplies every key that is written into the state by a scale d, one number per
 feature, which gradient descent adjusts after every token. DeltaNet has no scale, OSDN has one, and OSDN-APF
-also learns how fast to forget it.</p>"""
+also learns how fast to forget it. <b>Newton's method</b> needs no step size: it multiplies the key by an
+estimate of the inverse covariance of the keys so far, here in blocks of eight features.
+<b>The write gate</b> of a DeltaNet starts at a strength of one half; with a learned bias that starts at −2,
+it starts at 0.12.</p>"""
 
 
 def _heat_maps(recall: Results, boundaries: Sequence[tuple[int, str]]) -> list[tuple[Figure, str]]:

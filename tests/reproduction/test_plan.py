@@ -71,7 +71,7 @@ def test_models_are_what_their_names_say(plan):
     if plan.profile is LAPTOP:
         assert 1e6 < min(sizes) < max(sizes) < 3e6
         assert configs["delta_net bias=-2"].beta_bias == -2
-        assert configs["osdn-newton"].preconditioner["rule"] == "newton"
+        assert configs["osdn-newton-block-8"].preconditioner["block_size"] == 8
         assert configs["osgdn-apf"].preconditioner["retention"] == "tied"
         assert configs["osdn-d0-free"].preconditioner["initial_scale"] == "free"
 

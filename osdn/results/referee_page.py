@@ -34,6 +34,7 @@ def write_referee(path: Path, content: dict[str, Any], command: str = "osdn lab 
         section("Contestants by task", *(table(t) for t in tables)),
         section("Differences with intervals", figures(plots)),
         section("What tuning chose", table(tuning_table(content)), table(gate_table(content))),
+        section("What only helps a weak baseline", table(weak_baseline_table(content), heading=False)),
         section("What the trained writes do", *(table(t) for t in write_tables(content))),
         section("Tasks", table(task_table(content), heading=False)),
         section("Sizes", table(size_table(content), heading=False)),
@@ -179,6 +180,28 @@ def gate_table(content: dict[str, Any]) -> Table:
 
     note = "On the tuning seeds, at half of the budget. The best choice counts, so this is never negative."
     return _matrix("Gain from a bias of the write gate", content, content["tuned"], cell, note)
+
+
+def weak_baseline_table(content: dict[str, Any]) -> Table:
+    """Differences from the plain rule without and with tuned gates, on the tuning seeds."""
+    baseline = {row["contestant"]: row["baseline"] for row in content["rows"]}
+    by_cell = {(row["contestant"], row["trial"]): row for row in content["tuned"]}
+
+    def cell(row: dict[str, Any]) -> Cell:
+        plain, scores = by_cell[baseline[row["contestant"]], row["trial"]], ("score_without_bias", "score")
+        if plain is row:
+            untuned, tuned = (f"{row[score]:.3f}" for score in scores)
+        else:
+            untuned, tuned = (f"{row[score] - plain[score]:+.3f}" for score in scores)
+        return Cell(untuned, f"({tuned})")
+
+    note = (
+        "Scores of the plain rules and differences of the others if no write gate has a bias and, in "
+        "brackets, if each has the better of its two starts. More is better; the score of text is minus the "
+        "loss. On the tuning seeds, with half of the budget. A gain that is gone in brackets only helps a "
+        "weak baseline."
+    )
+    return _matrix("Against an untuned and a tuned write gate", content, content["tuned"], cell, note)
 
 
 def write_tables(content: dict[str, Any]) -> list[Table]:

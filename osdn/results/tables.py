@@ -141,11 +141,12 @@ def _rich(cell: Cell) -> str:
     return f"{text} [dim]{escape(cell.error)}[/]" if cell.error else text
 
 
-def markdown(tables: Sequence[Table]) -> str:
-    return "\n\n".join(map(_markdown, tables)) + "\n"
+def markdown(tables: Sequence[Table], level: int = 2) -> str:
+    """Tables under headings of this level."""
+    return "\n\n".join(_markdown(table, level) for table in tables) + "\n"
 
 
-def _markdown(table: Table) -> str:
+def _markdown(table: Table, level: int) -> str:
     alignment = [":---" if i in table.left else "---:" for i in range(len(table.head))]
     lines = [[table.corner, *table.head], ["---", *alignment]]
     for row in table.rows:
@@ -157,7 +158,7 @@ def _markdown(table: Table) -> str:
         lines.append([label, *cells, *[""] * (len(table.head) - len(cells))])
     body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     note = f"{table.note}\n\n" if table.note else ""
-    return f"## {table.title}\n\n{note}{body}"
+    return f"{'#' * level} {table.title}\n\n{note}{body}"
 
 
 def latex(tables: Sequence[Table]) -> str:

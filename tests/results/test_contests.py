@@ -18,7 +18,7 @@ def test_the_docs_show_the_committed_result(kind):
     content = json.loads((DOCS / kind / f"{kind}.json").read_text())
     page = (DOCS / f"{kind}.md").read_text()
     command = CONTESTS[kind].command
-    assert page == filled(page, command, in_markdown(content)), f"{command} --output docs/{kind}"
+    assert page == filled(page, command, in_markdown(content, kind)), f"{command} --output docs/{kind}"
 
 
 @pytest.mark.parametrize("kind", CONTESTS)
@@ -41,6 +41,7 @@ def test_a_result_is_put_between_the_marks_and_nothing_else_changes(tmp_path):
     assert "nothing beats the tuned plain delta rule" in text
     assert "After a quarter of the budget" in text
     assert "stale" not in text
+    assert "![Differences: GDN](referee/gdn.svg)" in text
     assert {path.name for path in folder.iterdir()} == {"delta_net.svg", "gdn.svg"}
 
 

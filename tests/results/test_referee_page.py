@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from osdn.results.referee_page import difference_table, significant, verdicts, write_referee
+from osdn.results.referee_page import (
+    difference_table,
+    significant,
+    verdicts,
+    weak_baseline_table,
+    write_referee,
+)
 from tests.browser import CHROMIUM, DRIVER, browser
 from tests.results.files import referee_content as content
 from tests.results.files import referee_row as row
@@ -48,6 +54,15 @@ def test_the_table_marks_significance_after_and_before_the_correction():
     assert cells["DeltaNet (plain)"][0].text == "0.500"
     assert (cells["OSDN"][1].text, cells["OSDN"][1].good) == ("★ +0.100", True)
     assert (cells["OSDN"][0].text, cells["OSDN"][0].good) == ("· -0.100", None)
+
+
+def test_a_gain_over_a_weak_baseline_is_shown_beside_the_gain_over_a_tuned_one():
+    result = content({})
+    tuned = {(r["contestant"], r["trial"]): r for r in result["tuned"]}
+    tuned["osdn-newton", "text"] |= {"score": 0.45, "score_without_bias": 0.45}
+    cells = {r.label: r.cells for r in weak_baseline_table(result).rows}
+    assert (cells["DeltaNet (plain)"][1].text, cells["DeltaNet (plain)"][1].error) == ("0.400", "(0.500)")
+    assert (cells["OSDN-Newton"][1].text, cells["OSDN-Newton"][1].error) == ("+0.050", "(-0.050)")
 
 
 def test_the_page_has_every_section(tmp_path):

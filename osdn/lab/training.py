@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from osdn.lab.variants import Variant
@@ -82,17 +81,16 @@ class Learner:
     def learn(self, batch: tuple[Tensor, Tensor], rate: float) -> None:
         """Take one step; `rate` is a share of the learning rate."""
         inputs, labels = batch
-        logits, answers = self.run.task.logits(self.model, inputs, labels), labels[labels >= 0]
-        loss = F.cross_entropy(logits, answers)
+        logits = self.run.task.logits(self.model, inputs, labels)
+        loss, grad, right = cross_entropy(logits.detach(), labels[labels >= 0])
         self.optimizer.zero_grad()
-        loss.backward()
+        logits.backward(grad)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * self.run.learning_rate
         self.optimizer.step()
         self.step += 1
-        right = (logits.detach().argmax(-1) == answers).double().mean().item()
-        self.recent.append((loss.item(), right))
+        self.recent.append((loss, right))
         if self.on_step is not None:
             self.on_step(*self.recent[-1])
         if self.step * POINTS // self.run.steps > (self.step - 1) * POINTS // self.run.steps:
@@ -103,6 +101,20 @@ class Learner:
     def branch(self) -> "Learner":
         """A copy that trains independently of this learner."""
         return copy.deepcopy(self, {id(self.run): self.run, id(self.on_step): self.on_step})
+
+
+def cross_entropy(logits: Tensor, answers: Tensor) -> tuple[float, Tensor, float]:
+    """The mean loss, its gradient, and the share of answers that have the largest logit.
+
+    Computed together, they take less than half of the time that they take one by one.
+    """
+    count, index = len(logits), answers[:, None]
+    largest, own = logits.amax(-1, keepdim=True), logits.gather(-1, index)
+    probabilities = (logits - largest).exp_()
+    total = probabilities.sum(-1, keepdim=True)
+    loss = (total.log() + (largest - own)).mean()
+    grad = probabilities.div_(count * total).scatter_add_(-1, index, torch.full_like(own, -1 / count))
+    return loss.item(), grad, (own == largest).double().mean().item()
 
 
 def train(run: Run, on_step: OnStep | None = None) -> tuple[nn.Module, Any]:

@@ -6,11 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from osdn.analysis.capture import capture
 from osdn.lab.recall import RecallTask
 from osdn.lab.residual import scales, write_statistics
-from osdn.lab.training import Learner, Run, build, execute, train, train_in_budgets, warmup_cosine
+from osdn.lab.training import (
+    Learner,
+    Run,
+    build,
+    cross_entropy,
+    execute,
+    train,
+    train_in_budgets,
+    warmup_cosine,
+)
 from osdn.lab.variants import ABLATIONS, Variant, baseline_of, sweep
 from osdn.models.presets import VARIANTS
 from osdn.zoo import RECURRENCES
@@ -145,6 +155,17 @@ def test_scales_of_a_prompt_start_at_one_and_move_by_eta():
     assert found.shape == (2, TASK.length, 2, 8)
     assert torch.equal(found[:, 0], torch.ones_like(found[:, 0]))
     assert 0 < (found[:, 1:] - found[:, :-1]).abs().max() <= 0.1
+
+
+def test_loss_gradient_and_accuracy_are_those_of_pytorch():
+    logits = (10 * torch.randn(40, 7)).requires_grad_()
+    answers = torch.randint(7, (40,))
+    loss, grad, accuracy = cross_entropy(logits.detach(), answers)
+    truth = F.cross_entropy(logits.double(), answers)
+    truth.backward()
+    assert loss == pytest.approx(truth.item(), rel=1e-6)
+    torch.testing.assert_close(grad, logits.grad, rtol=1e-5, atol=1e-8)
+    assert accuracy == (logits.argmax(-1) == answers).double().mean().item()
 
 
 @pytest.mark.parametrize(

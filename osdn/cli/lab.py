@@ -233,7 +233,7 @@ def _contest(
 ) -> dict[str, Any] | None:
     """Show what is left to run, run it and save the result; a dry run stops after the plan."""
     from osdn.lab.referee import plan_table, prepared
-    from osdn.lab.runner import progress_bar
+    from osdn.lab.runner import pack, progress_bar
     from osdn.results.store import save_json
 
     with console.status("timing a few steps of every task"):
@@ -245,6 +245,7 @@ def _contest(
     with progress_bar(console) as progress:
         content = run(contest, output, progress, jobs)
     save_json(output / f"{name}.json", content)
+    pack(output)
     return content
 
 

@@ -23,7 +23,7 @@ from rich.progress import Progress
 from osdn.lab.mad import Compression, FuzzyRecall, InContextRecall, Memorization, SelectiveCopying
 from osdn.lab.needle import NeedleTask
 from osdn.lab.recall import RecallTask
-from osdn.lab.runner import cost, file_of, read_result, run_all
+from osdn.lab.runner import cost, count_finished, is_finished, read_result, run_all
 from osdn.lab.text import TextTask
 from osdn.lab.tracking import TrackingTask
 from osdn.lab.training import Learner, Run, build
@@ -192,7 +192,7 @@ def choose(trial: Trial, grid: Sequence[Sequence[Run]], folder: Path) -> Run:
 
 
 def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
-    return [run for run in runs if not file_of(run, folder).exists()]
+    return [run for run in runs if not is_finished(run, folder)]
 
 
 def planned(protocol: Protocol, folder: Path) -> list[tuple[Trial, list[Run]]]:
@@ -252,10 +252,9 @@ def plan_table(plan: Sequence[tuple[Trial, list[Run]]], folder: Path, jobs: int 
         total, count = total + seconds, count + len(runs)
         rows.append(Row(trial.name, [Cell(str(trial.steps)), Cell(str(len(runs))), Cell(_time(seconds))]))
     rows.append(Row("together", [Cell(""), Cell(str(count)), Cell(_time(total))], rule=True))
-    finished = len(list(folder.glob("*-seed*.json")))
     note = (
-        f"On {workers} idle cores. {finished} runs in {folder} are finished; you can interrupt at any time "
-        f"and continue later."
+        f"On {workers} idle cores. {count_finished(folder)} runs in {folder} are finished; you can interrupt "
+        f"at any time and continue later."
     )
     return Table("Left to run", ["steps", "runs", "time"], rows, note)
 

@@ -2,9 +2,10 @@
 
 Tiny tensors do not benefit from threads, and runs are independent.  A single thread also makes results
 independent of how many runs there are.  A finished run is a file named by a hash of its settings, so a
-restart only runs what is missing.
+restart only runs what is missing.  Contests have thousands of runs, and pack them into one file in the end.
 """
 
+import gzip
 import hashlib
 import json
 import multiprocessing
@@ -13,6 +14,7 @@ import re
 import signal
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -27,6 +29,7 @@ from osdn.ops import available_backends
 from osdn.results.store import save_json
 
 REPORT_EVERY = 5  # steps between messages from a worker
+PACKED = "runs.jsonl.gz"  # finished runs, a line each: the name of the file it was, and its content
 
 
 def file_of(run: Run, folder: Path) -> Path:
@@ -36,9 +39,47 @@ def file_of(run: Run, folder: Path) -> Path:
     return folder / f"{name}-seed{run.seed}-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.json"
 
 
+def is_finished(run: Run, folder: Path) -> bool:
+    path = file_of(run, folder)
+    return path.exists() or path.name in _packed(folder)
+
+
 def read_result(run: Run, folder: Path) -> dict[str, Any]:
     """The result of a finished run."""
-    return dict(json.loads(file_of(run, folder).read_text()))
+    path = file_of(run, folder)
+    return dict(json.loads(path.read_text()) if path.exists() else _packed(folder)[path.name])
+
+
+def count_finished(folder: Path) -> int:
+    return len({path.name for path in _files(folder)} | _packed(folder).keys())
+
+
+def pack(folder: Path) -> None:
+    """Put all finished runs of a folder into one file."""
+    files = _files(folder)
+    runs = _packed(folder) | {path.name: json.loads(path.read_text()) for path in files}
+    partial = folder / f".{PACKED}"
+    with gzip.GzipFile(partial, "wb", mtime=0) as file:  # without a date, the same runs are the same bytes
+        file.writelines(f"{json.dumps(entry)}\n".encode() for entry in sorted(runs.items()))
+    partial.replace(folder / PACKED)
+    for path in files:
+        path.unlink()
+
+
+def _files(folder: Path) -> list[Path]:
+    return list(folder.glob("*-seed*.json"))
+
+
+def _packed(folder: Path) -> dict[str, Any]:
+    """The content of the packed runs, by the names of their files."""
+    path = folder / PACKED
+    return _read_packed(path, path.stat().st_mtime_ns) if path.exists() else {}
+
+
+@lru_cache(maxsize=1)
+def _read_packed(path: Path, changed: int) -> dict[str, Any]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return dict(map(json.loads, file))
 
 
 def progress_bar(console: Console) -> Progress:
@@ -61,10 +102,10 @@ def cost(run: Run) -> int:
 def run_all(
     runs: Sequence[Run], folder: Path, progress: Progress, bar: Any, jobs: int | None = None
 ) -> list[dict[str, Any]]:
-    """The results of `runs`, in order; those with a file in `folder` are read from it."""
+    """The results of `runs`, in order; finished ones are read from `folder`."""
     missing = []
     for run in runs:
-        if file_of(run, folder).exists():
+        if is_finished(run, folder):
             progress.advance(bar, cost(run))
         else:
             missing.append(run)

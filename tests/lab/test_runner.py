@@ -62,6 +62,22 @@ def test_each_run_is_done_once_and_agrees_with_one_in_this_process(tmp_path, mon
     assert again[2:] == first[2:]
 
 
+def test_packed_runs_are_read_and_more_can_be_packed(tmp_path, monkeypatch):
+    first, _ = run_all(tmp_path)
+    lost = runner.file_of(RUNS[1], tmp_path)
+    result = json.loads(lost.read_text())
+    lost.unlink()
+    runner.pack(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [runner.PACKED]
+    assert [runner.is_finished(run, tmp_path) for run in RUNS] == [True, False, True, True]
+    lost.write_text(json.dumps(result))
+    assert runner.count_finished(tmp_path) == 4
+    runner.pack(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [runner.PACKED]
+    monkeypatch.setattr(runner, "_run_in_processes", None)  # nothing is left to run
+    assert run_all(tmp_path)[0] == first
+
+
 def test_every_setting_changes_the_file_name(tmp_path):
     run = RUNS[0]
     others = [

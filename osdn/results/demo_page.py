@@ -41,8 +41,8 @@ def write_demo(path: Path, demo: Demo) -> Path:
     listed = "".join(f"<li>{escape(words)}</li>" for words in verdicts)
     hero = figure(plots.accuracy_by_pairs(recall), CAPTIONS["pairs"])
     lead = (
-        "How online scaling of the write keys affects a small delta-rule model, trained on this machine in "
-        "minutes, with several seeds and intervals."
+        "What online scaling of the write keys, Newton's method and a lower start of the write gate do to a "
+        "small delta-rule model, trained on this machine in minutes, with several seeds and intervals."
     )
     body = [
         f'<div class="hero"><ul class="verdicts">{listed}</ul>{hero}</div>',

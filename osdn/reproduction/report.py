@@ -10,7 +10,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -25,7 +24,7 @@ from osdn.results.page import figure, section, table, write_page
 from osdn.results.paper import BUCKETS
 from osdn.results.scores import CODE, CODE_TWICE, Score
 from osdn.results.statistics import Estimate, t_interval
-from osdn.results.style import GREY, INK, STYLE, legend_label, panel, styled
+from osdn.results.style import GREY, INK, legend_label, panel, save, styled
 from osdn.results.tables import NONE, Cell, Row, Table, markdown, number
 
 PAGE, TABLES = "report.html", "tables.md"
@@ -139,10 +138,7 @@ def write_report(content: Content, folder: Path) -> list[Path]:
     drawings = figures(content)
     (folder / TABLES).write_text(tables_in_markdown(content), encoding="utf-8")
     paths = [_page(content, drawings, folder / PAGE), folder / TABLES]
-    with matplotlib.rc_context(STYLE):
-        for name, (drawing, _) in drawings.items():
-            paths.append(folder / f"{name}.svg")
-            drawing.savefig(paths[-1], metadata={"Date": None})
+    paths += save({name: drawing for name, (drawing, _) in drawings.items()}, folder, ("svg",))
     document = folder.with_suffix(".md")
     if fill(document, COMMAND, tables_in_markdown(content)):
         paths.append(document)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from osdn.results import gate_page, referee_page
 from osdn.results.document import fill
 from osdn.results.names import title
-from osdn.results.style import svg
+from osdn.results.style import save
 from osdn.results.tables import Table, markdown
 
 Content = dict[str, Any]
@@ -73,6 +73,5 @@ def fill_document(content: Content, folder: Path) -> bool:
     contest = CONTESTS[content["kind"]]
     if not fill(folder.with_suffix(".md"), contest.command, in_markdown(content, folder.name)):
         return False
-    for name, figure in contest.figures(content).items():
-        (folder / f"{name}.svg").write_text(svg(figure), encoding="utf-8")
+    save(contest.figures(content), folder, ("svg",))
     return True

@@ -3,7 +3,7 @@
 import io
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +112,16 @@ def legend(axes: Axes, beside: bool = False) -> None:
         axes.legend(loc="best")
 
 
-def save(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
-    """Save every figure as name.svg and name.png."""
+def save(figures: Mapping[str, Figure], folder: Path, formats: Sequence[str] = ("svg", "png")) -> list[Path]:
+    """Save every figure in these formats."""
     folder.mkdir(parents=True, exist_ok=True)
+    options: dict[str, dict[str, Any]] = {"svg": {"metadata": {"Date": None}}, "png": {"dpi": 160}}
     paths = []
     with matplotlib.rc_context(STYLE):
         for name, figure in figures.items():
-            paths += [folder / f"{name}.svg", folder / f"{name}.png"]
-            figure.savefig(paths[-2], metadata={"Date": None})
-            figure.savefig(paths[-1], dpi=160)
+            for suffix in formats:
+                paths.append(folder / f"{name}.{suffix}")
+                figure.savefig(paths[-1], **options[suffix])
     return paths
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -43,6 +44,8 @@ def test_a_result_is_put_between_the_marks_and_nothing_else_changes(tmp_path):
     assert "stale" not in text
     assert "![Differences: GDN](referee/gdn.svg)" in text
     assert {path.name for path in folder.iterdir()} == {"delta_net.svg", "gdn.svg"}
+    for path in folder.iterdir():
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")  # a document, not a part of a page
 
 
 def test_a_document_with_one_mark_is_reported(tmp_path):

@@ -107,7 +107,7 @@ class Plan:
                     f"{before['versions']['python']} with the packages in {self.folder / PACKAGES}. Install "
                     f"them in a new environment, or choose another --output"
                 )
-        if not self.text.exists():  # a folder may come without its large files
+        if not path.exists() or not self.text.exists():  # a folder may come without its large files
             training, validation = write_text(self.profile, self.text)
         if not path.exists():
             documents = {"training": training, "validation": validation}

@@ -117,6 +117,9 @@ def test_a_folder_that_comes_without_its_large_files_gets_the_same_text_again(tm
     plan.text.unlink()
     plan.begin()
     assert plan.text.read_bytes() == text
+    (tmp_path / "reproduction.json").unlink()  # as if it had been killed just before
+    plan.begin()
+    assert plan.text.read_bytes() == text
 
 
 def test_the_packages_behind_the_text_are_listed_as_pip_reads_them(tmp_path):

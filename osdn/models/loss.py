@@ -1,9 +1,4 @@
-"""The summed cross-entropy of a linear head, a few rows of logits at a time.
-
-`torch.nn.functional.linear_cross_entropy` does this, but on a CPU it widens bfloat16 to float32 before every
-product, which more than doubles the time.  There we take the products in bfloat16, and only the softmax and
-the sums in float32.
-"""
+"""The summed cross-entropy of a linear head, a few rows of logits at a time."""
 
 from typing import Any
 
@@ -13,6 +8,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from osdn.ops import tracing
+from osdn.ops.cpu.convolution import usable
+from osdn.ops.cpu.cross_entropy import cross_entropies
 
 IGNORED_LABEL = -100
 LOGITS_AT_ONCE = 2**25  # 128 MiB in float32: enough rows for a fast matrix product
@@ -24,9 +21,9 @@ def summed_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     `x` is `[N, D]`, `weight` `[V, D]`, and `labels` `[N]`; rows labelled `IGNORED_LABEL` count nothing.
     """
     rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
-    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not tracing.is_traced([x, labels]):
+    if usable(x) and not tracing.is_traced([x, labels]):
         needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
-        return _BFloat16CrossEntropy.apply(x, weight, labels, rows, needs_grad)
+        return _CrossEntropy.apply(x, weight, labels, rows, needs_grad)
     options = nn.LinearCrossEntropyOptions(
         batch_chunk_size=rows, allow_retain_graph=torch.compiler.is_compiling()
     )
@@ -38,35 +35,36 @@ def summed_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return loss.sum(dtype=torch.promote_types(loss.dtype, torch.float32))
 
 
-class _BFloat16CrossEntropy(torch.autograd.Function):
-    """Loss and gradients in one pass, so that no logits are kept; the backward only scales the gradients."""
+class _CrossEntropy(torch.autograd.Function):
+    """Loss and gradients in one pass on a CPU, so that no logits are kept; the backward scales the gradients.
+
+    Products of 16-bit inputs are taken in their precision, the softmax and all sums in float32.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, rows: int, needs_grad: list[bool]
     ) -> Tensor:
-        loss = torch.zeros((), dtype=torch.float32)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide)
         x_grad = torch.empty_like(x) if needs_grad[0] else None
-        weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32) if needs_grad[1] else None
+        weight_grad = weight.new_zeros(weight.shape, dtype=wide) if needs_grad[1] else None
         for start in range(0, len(x), rows):
             chunk = slice(start, start + rows)
-            counts = (labels[chunk] != IGNORED_LABEL).unsqueeze(1)
-            answers = labels[chunk].unsqueeze(1).where(counts, 0)
-            scores = F.linear(x[chunk], weight).log_softmax(-1, dtype=torch.float32)
-            loss -= (scores.gather(1, answers) * counts).sum()
-            if not any(needs_grad):
-                continue
-            scores.exp_().scatter_add_(1, answers, scores.new_full(answers.shape, -1))
-            grad = scores.mul_(counts).to(x.dtype)
+            logits = F.linear(x[chunk], weight)
+            loss += cross_entropies(logits, labels[chunk], IGNORED_LABEL, overwrite=any(needs_grad)).sum()
             if x_grad is not None:
-                torch.mm(grad, weight, out=x_grad[chunk])
-            if weight_grad is not None:
-                weight_grad += grad.T @ x[chunk]
+                torch.mm(logits, weight, out=x_grad[chunk])
+            if weight_grad is not None and x.dtype == wide:
+                weight_grad.addmm_(logits.T, x[chunk])
+            elif weight_grad is not None:
+                weight_grad += logits.T @ x[chunk]
+        ctx.dtype = x.dtype
         ctx.save_for_backward(x_grad, weight_grad)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (None if grad is None else (grad * scale).bfloat16() for grad in ctx.saved_tensors)
+        grads = (None if grad is None else (grad * scale).to(ctx.dtype) for grad in ctx.saved_tensors)
         return *grads, None, None, None

@@ -419,7 +419,7 @@ def training_arguments(settings: RunSettings, devices: int) -> TrainingArguments
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": optimizer.min_lr_ratio},
         warmup_steps=optimizer.warmup_steps,
-        optim="adamw_torch_fused" if gpu else "adamw_torch",
+        optim="adamw_torch_fused",
         adam_beta1=optimizer.betas[0],
         adam_beta2=optimizer.betas[1],
         adam_epsilon=optimizer.eps,

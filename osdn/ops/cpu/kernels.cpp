@@ -25,6 +25,7 @@
 
 #include "backward.h"
 #include "convolution.h"
+#include "cross_entropy.h"
 #include "decay.h"
 #include "decode_step.h"
 #include "forward.h"
@@ -194,6 +195,11 @@ int decay(const Decay& call, bool back) {
                      [&](auto element, int64_t item) { decay_item<REAL, decltype(element)>(call, item, back); });
 }
 
+int cross_entropy(const CrossEntropy& call) {
+    return over_rows(call, call.C, LOGITS_PER_ITEM, 16,
+                     [&](auto element, int64_t item) { cross_entropy_item<REAL, decltype(element)>(call, item); });
+}
+
 }  // namespace
 
 // REAL is float or double, with one library for each, so that nobody waits for one they do not use.
@@ -228,6 +234,7 @@ int osdn_rows(const Rows* call) { return over_tokens(*call, false); }
 int osdn_rows_back(const Rows* call) { return over_tokens(*call, true); }
 int osdn_gated_norm(const GatedNorm* call) { return gated_norm(*call, false); }
 int osdn_gated_norm_back(const GatedNorm* call) { return gated_norm(*call, true); }
+int osdn_cross_entropy(const CrossEntropy* call) { return cross_entropy(*call); }
 int osdn_decay(const Decay* call) { return decay(*call, false); }
 int osdn_decay_back(const Decay* call) { return decay(*call, true); }
 }

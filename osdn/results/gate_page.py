@@ -91,7 +91,7 @@ def _verdict(task: str, name: str, full: list[dict[str, Any]], early: list[dict[
         sentence += f", worse in {len(losses)} ({_listed(losses)})"
     unchanged = [row for row in full if row not in gains and row not in losses]
     if gains and unchanged:
-        sentence += f", not measurably different in {_listed(unchanged)}"
+        sentence += f", not significant after the correction in {_listed(unchanged)}"
     means = [fmean(row["difference"]["mean"] for row in rows) for rows in (early, full)]
     return (
         f"{sentence}; on average {means[0]:+.3f} after {BUDGETS[0.25]}, {means[1]:+.3f} after {BUDGETS[1.0]}."

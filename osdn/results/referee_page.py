@@ -133,9 +133,9 @@ def difference_table(content: dict[str, Any], budget: float) -> Table:
     note = ""
     if budget == 1:
         note = (
-            "Values of the plain rules, differences of the others; more is better. ★ and colour: significant "
-            "after correcting for all comparisons at one budget. A dot: p ≤ 0.05 before the correction, "
-            f"which happens by chance in {LEVEL:.0%} of the cells."
+            "Values of the plain rules; differences of the others, positive where they do better. ★ and "
+            "colour: significant after correcting for all comparisons at one budget. A dot: p ≤ 0.05 before "
+            f"the correction, which happens by chance in {LEVEL:.0%} of the cells."
         )
     return _matrix(f"After {BUDGETS[budget]}", content, rows, cell, note)
 
@@ -268,7 +268,7 @@ def dot_plot(content: dict[str, Any], base: str) -> Figure:
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     trials = [trial["name"] for trial in content["trials"]]
     figure, axes = panel(
-        "difference, more is better", size=(4.8, 1.2 + len(trials) * (0.12 + 0.11 * len(names)))
+        "difference, positive where better", size=(4.8, 1.2 + len(trials) * (0.12 + 0.11 * len(names)))
     )
     colour = colours(names)
     for row in rows:

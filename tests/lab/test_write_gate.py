@@ -77,7 +77,7 @@ def test_the_verdict_says_where_the_gain_holds_and_where_it_fades():
         f"Recall, a bias that starts at {start}" for start in ("0", "-2", "-4")
     ]
     assert "better in 0 of 2 settings; on average +0.000" in found[0]
-    assert "better in 1 of 2 settings, not measurably different in 4 key channels" in found[1]
+    assert "better in 1 of 2 settings, not significant after the correction in 4 key channels" in found[1]
     assert "+0.150 after a quarter of the budget, +0.050 after the full budget" in found[1]
     assert "better in 0 of 2 settings, worse in 1 (4 key channels (-0.200" in found[2]
 

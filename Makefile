@@ -39,7 +39,7 @@ sanitize: setup  ## random configurations with the C++ kernels instrumented
 	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive \
 	$(PY) -m pytest -p no:cacheprovider -n auto --dist worksteal tests/ops/test_agreement.py tests/ops/test_sequences.py tests/ops/test_isolation.py tests/ops/test_half.py \
 	    tests/ops/test_cpu_convolution.py tests/ops/test_cpu_normalization.py tests/ops/test_cpu_gated_norm.py \
-	    tests/ops/test_cpu_decay.py tests/ops/test_cpu_row_product.py tests/layers/test_decoding.py tests/models/test_decoder.py \
+	    tests/ops/test_cpu_decay.py tests/ops/test_cpu_cross_entropy.py tests/ops/test_cpu_row_product.py tests/layers/test_decoding.py tests/models/test_decoder.py \
 	    -k "not chunkwise and not reference]" || exit 1; done
 	$(PY) -m pytest -p no:cacheprovider -m slow tests/ops/test_cpu_races.py
 

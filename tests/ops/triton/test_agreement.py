@@ -227,7 +227,7 @@ def agrees_if_well_posed(operator, config: Config, dtype: torch.dtype = torch.fl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @every_operator
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(config=SMALL)
 def test_random_configurations_agree(operator, dtype, config):
     agrees_if_well_posed(operator, config, dtype)

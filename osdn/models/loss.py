@@ -1,4 +1,8 @@
-"""The summed cross-entropy of a linear head, a few rows of logits at a time."""
+"""The summed cross-entropy of a linear head, a few rows of logits at a time.
+
+`torch.nn.functional.linear_cross_entropy` does this, but on a CPU it passes over the logits several times
+and widens bfloat16 to float32 before every product.  There we use our own kernel.
+"""
 
 from typing import Any
 

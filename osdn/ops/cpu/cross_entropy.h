@@ -3,7 +3,7 @@
 //     loss = log Σ exp(x_i) - x_label          dx_i = exp(x_i) / Σ exp(x_i) - [i = label]
 //
 // A row is read from memory and written once; what happens in between stays in the caches.  A row with an ignored
-// label costs nothing: its loss and its gradient are zero.
+// label is not read: its loss and its gradient are zero.
 
 #pragma once
 

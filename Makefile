@@ -66,5 +66,5 @@ bench: setup     ## time the operators against their peers
 demo: setup      ## train small models in minutes, and a page on what online scaling did
 	$(PY) -m osdn demo
 
-clean:           ## remove what the other targets made
+clean:           ## remove .venv, builds, caches, and all of runs/ with your results
 	rm -rf .venv dist build site runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,12 +5,13 @@ from typing import Annotated
 
 import typer
 
+from osdn.extras import require
 from osdn.terminal import console, messages, plain_errors, show, writable_folder
 
 
 def reproduce(
     profile: Annotated[
-        str, typer.Option(help="minutes (a smoke run), laptop (about four hours), or paper (only prints).")
+        str, typer.Option(help="minutes (a smoke run), laptop (four to eight hours), or paper (only prints).")
     ] = "laptop",
     output: Annotated[
         Path | None, typer.Option(help="Folder of the runs; runs/reproduce/PROFILE if not given.")
@@ -39,11 +40,7 @@ def reproduce(
 
 
 def _run(profile: str, folder: Path) -> None:
-    from importlib.util import find_spec
-
-    with plain_errors():
-        if find_spec("lm_eval") is None:
-            raise ValueError('evaluation needs lm_eval: pip install "osdn[eval]"')
+    require("osdn reproduce", "lab,eval", "transformers", "datasets", "lm_eval", "matplotlib")
     from osdn.reproduction.plan import Plan
     from osdn.reproduction.profiles import PROFILES
     from osdn.reproduction.results import collect, save
@@ -61,6 +58,7 @@ def _run(profile: str, folder: Path) -> None:
 
 
 def _write(folder: Path) -> None:
+    require("osdn reproduce", "lab", "matplotlib")
     from osdn.reproduction.claims import findings
     from osdn.reproduction.report import HEADINGS, write_report
     from osdn.reproduction.results import load

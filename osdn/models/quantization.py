@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 GROUP = 32  # input channels that share a scale in int4
 MULTIPLE = 64  # of output channels; fewer are not worth it
-GATES = ("f_proj", "preconditioner")  # decays: few weights, and much depends on them
+GATES = ("a_proj", "f_proj", "preconditioner")  # decays: few weights, and much depends on them
 FEW_ROWS = 16  # for more of them widened weights are faster
 
 
@@ -86,7 +86,7 @@ class Int8Linear(QuantizedLinear):
         return {"weight": (weight / scales[:, None]).round().to(torch.int8), "scales": scales}
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        return self.weight.to(dtype) * self.scales.to(dtype)[:, None]
+        return (self.weight * self.scales.float()[:, None]).to(dtype)
 
     def product(self, x: Tensor) -> Product:
         return Product(x, self.weight, self.bias, self.scales.float())
@@ -109,8 +109,8 @@ class Int4Linear(QuantizedLinear):
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         codes = self.weight.unflatten(1, (-1, GROUP // 2))
-        codes = torch.cat([codes & 15, codes >> 4], -1).to(dtype)  # [N, groups, GROUP]
-        return (codes * self.scales[..., None].to(dtype) + self.zeros[..., None].to(dtype)).flatten(1)
+        codes = torch.cat([codes & 15, codes >> 4], -1)  # [N, groups, GROUP]
+        return (codes * self.scales[..., None].float() + self.zeros[..., None].float()).flatten(1).to(dtype)
 
     def product(self, x: Tensor) -> Product:
         return Product(x, self.weight, self.bias, self.scales.bfloat16(), self.zeros.bfloat16())

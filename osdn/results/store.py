@@ -159,8 +159,8 @@ class Store:
         for model in models:
             label = title(model.model)
             if model in trained and names.count(model.model) > 1:
-                twins = model.weights and places.count((model.model, model.checkpoint)) > 1
-                label += f" ({model.checkpoint}{f', {model.weights[:6]}' if twins else ''})"
+                twins = places.count((model.model, model.checkpoint)) > 1
+                label += f" ({model.checkpoint}{f', {str(model.weights)[:6]}' if twins else ''})"
             labels[model_key(model)] = label
         return labels
 

@@ -31,7 +31,7 @@ public:
             const Vec<R> M = exponential<R>(strength * often * inverse);
             store(next + i, after);
             store(w + i, M * k_i);
-            if (kept) {  // null if the loss does not depend on the write keys
+            if (kept) {  // null if no reverse follows
                 store(kept + i, call.grad_out ? M : Vec<R>{});
                 store(kept + Kp + i, call.grad_out ? strength * M * inverse * inverse / sum : Vec<R>{});
             }

@@ -120,7 +120,7 @@ def _rule(rule: Rule, k: Tensor, gate: Tensor) -> tuple[Advance, tuple[Tensor, .
 
 
 def _kept(r: float | Tensor, x: Tensor) -> Tensor:
-    """`r * x`.  A number close to 1 is not rounded, but 1 - r is: thousands of tokens would add up its error."""
+    """`r * x`.  For a number near 1, 1 - r is rounded: r's error would add up over thousands of tokens."""
     return torch.sub(x, x, alpha=1 - r) if isinstance(r, float) and 0.5 < r != 1 else r * x
 
 

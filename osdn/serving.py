@@ -51,9 +51,10 @@ def application(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; port 0 picks a free port."""
+    """A socket bound to the address, by IPv4 if the host has both; port 0 picks a free port."""
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        families = [found[0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        family = socket.AF_INET if socket.AF_INET in families else families[0]
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))

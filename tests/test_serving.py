@@ -1,5 +1,6 @@
 """`osdn serve`, tested with OpenAI's own client."""
 
+import socket
 import subprocess
 import sys
 
@@ -72,6 +73,15 @@ def test_only_the_loaded_model_is_listed_and_answers(client):
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model="other", prompt=PROMPT)
     assert "pinned to 'tiny'" in error.value.response.json()["detail"]
+
+
+def test_a_name_with_both_kinds_of_addresses_is_served_by_the_older(monkeypatch):
+    def both(host, port, **_):
+        return [(socket.AF_INET6, 1, 6, "", ("::1", port)), (socket.AF_INET, 1, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    with bind("127.0.0.1", 0) as listening:
+        assert listening.family == socket.AF_INET
 
 
 def test_an_address_in_use_is_reported(checkpoint):

@@ -20,20 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from osdn.analysis.theory.runs import Problem
-from osdn.hosts.names import replacing
+from osdn.hosts.names import RECURRENCES, replacing
 from osdn.layers import OperatorInputs, TokenMixer
 from osdn.layers.mixers import write_keys
 from osdn.layers.precision import l2_normalize
 from osdn.layers.updates import Comba, Update
-
-# The recurrences that layers of `transformers` call (Qwen3-Next, Qwen3.5, Kimi Linear, ...).  All take
-# (query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel) and return the outputs first.
-RECURRENCES = (
-    "torch_chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule",
-    "chunk_kimi_delta_attention",
-    "recurrent_kimi_delta_attention",
-)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,8 @@ class Diagnosis:
 
     def _ratios(self, layer: LayerCapture, rows: Tensor) -> Tensor:
         r = residuals(layer)
+        if not r.closed.isfinite().all():
+            raise ValueError(f"{layer.name}: its residual ratios are not finite; the model has diverged")
         known = (~r.negligible).double()
         q, closed = r.q.double(), r.closed.double()
         stats = torch.stack(

@@ -49,7 +49,7 @@ def evaluate(
     ] = 1000,
     books: Annotated[
         str | None,
-        typer.Option(help="Text for pg19 instead of PG-19: a file, a directory, or stdlib."),
+        typer.Option(help="Text for pg19 instead of PG-19: a file, a directory, stdlib, installed."),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Documents per task at most, for a first look.")

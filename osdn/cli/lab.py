@@ -39,7 +39,11 @@ class Tasks(TyperGroup):
         self.commands = {**group.commands, **self.commands}  # type: ignore[attr-defined]
 
 
-app = typer.Typer(help="Small experiments on a CPU: minutes for a task, hours for the two studies.", no_args_is_help=True, cls=Tasks)
+app = typer.Typer(
+    help="Small experiments on a CPU: minutes for a task, hours for the two studies.",
+    no_args_is_help=True,
+    cls=Tasks,
+)
 
 
 class ManyValues(TyperCommand):

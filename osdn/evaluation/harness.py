@@ -245,7 +245,9 @@ def run_task(
     truncated = {name: lm.processes.total(count) for name, count in counts.items()}
     if not lm.processes.is_first:
         return {"scores": {}}
-    metrics, samples = output["results"][loaded.task_name], output["samples"][loaded.task_name]
+    metrics = output["results"][loaded.task_name]
+    # Several processes return theirs one after another; errors are paired by document.
+    samples = sorted(output["samples"][loaded.task_name], key=lambda sample: sample["doc_id"])
     scores = {column: _score(metrics, samples, metric) for column, metric in task.columns.items()}
     details: dict[str, Any] = {
         "documents": len({sample["doc_id"] for sample in samples}),

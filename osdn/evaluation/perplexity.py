@@ -120,12 +120,16 @@ def read_in_pieces(
     """Yields the logits of `ids` [B, T], `segment` tokens at a time, and the labels that they should predict.
 
     The shapes are [B, ≤ segment, vocabulary] and [B, ≤ segment]; a cache carries the state between pieces.
+    A model without such a cache, such as Mamba, reads all tokens at once.
     """
     cache = None
     for start in range(0, ids.shape[1] - 1, segment):
         piece = ids[:, start : start + segment].to(model.device)
         output = model(piece, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        cache = getattr(output, "past_key_values", None)
+        if cache is None and segment < ids.shape[1] - 1:
+            yield from read_in_pieces(model, ids, ids.shape[1])
+            return
         labels = ids[:, start + 1 : start + 1 + segment].to(model.device)
         yield output.logits[:, : labels.shape[1]].float(), labels
 

@@ -135,8 +135,9 @@ class Evaluation:
             protocol["window"] = self.settings.window
         if task.name == FINEWEB_EDU:  # documents are read in pieces of this length, as in training
             protocol["context"] = min(CONTEXT, self.max_length or CONTEXT)
-        if task.name == PG19:
+        if task.name == PG19:  # blocks are read in full
             protocol["block"] = BLOCK
+            del protocol["max_length"]
         if task.length is not None:
             protocol["length"] = task.length
         return protocol
@@ -147,7 +148,7 @@ class Evaluation:
         if task.makes_its_data:
             rows = Dataset.from_list(list(self._loaded(task).eval_docs))
         elif task.name == PG19 and books is not None:
-            rows = load_source(books)
+            rows = load_source(books, split=self._books_split)
         else:
             rows = load_split(task.data, task.config, task.split, self.settings.data_dir)
         if task.name == PG19:
@@ -158,6 +159,11 @@ class Evaluation:
             return rows.select(range(len(rows) - count, len(rows))).select_columns(["text"])
         return rows.select(range(min(limit or len(rows), len(rows))))
 
+    @property
+    def _books_split(self) -> str:
+        """Held-out files of Python's and other packages' sources; other books have one split."""
+        return "validation" if self.settings.books in ("stdlib", "installed") else "train"
+
     def _has_block(self, text: str) -> bool:
         return len(self.tokenizer(checked(text), verbose=False).input_ids) >= BLOCK
 
@@ -165,7 +171,7 @@ class Evaluation:
         """The data of a task as it is recorded in a result."""
         source, split = task.source, task.split
         if task.name == PG19 and self.settings.books is not None:
-            source, split = self.settings.books, "train"
+            source, split = self.settings.books, self._books_split
         return {"source": source, "split": split, "documents": len(rows), "digest": digest(rows)}
 
     def _reject_other_settings(self, suites: list[str]) -> None:
@@ -226,6 +232,8 @@ class Evaluation:
             )
             return {"scores": {"fineweb_edu_ppl": score}, "documents": len(rows)}
         if task.name == PG19:
+            if (longest := settings.max_length) is not None and longest < BLOCK:
+                raise MissingDataError(f"--max-length is {longest:,}, and a block has {BLOCK:,} tokens")
             try:
                 scores = position_perplexity(
                     self.model,

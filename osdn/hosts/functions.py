@@ -144,7 +144,7 @@ def recurrent_mask(original: Function) -> Function:
         starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
         if not starts.any():
             return mask
-        mask = torch.ones(embeds.shape[:2], dtype=torch.bool)
+        mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         mask.osdn_cu_seqlens = _from_starts(starts)  # type: ignore[attr-defined]
         return mask
 
@@ -209,7 +209,7 @@ def channel_decay(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound
     """The logarithm of the decay of every key channel, `[B, T, HV, K]`, or of every head, `[B, T, HV]`."""
     flat = x.flatten(2)
     if A_log is None:
-        rate = torch.ones(flat.shape[2])
+        rate = torch.ones(flat.shape[2], device=flat.device)
     else:
         rate = widen(A_log).exp().flatten().repeat_interleave(flat.shape[2] // A_log.numel())
     return log_decay(flat, rate, None if dt_bias is None else dt_bias.flatten(), bound).view(x.shape)
@@ -241,4 +241,4 @@ def _boundaries(kwargs: dict[str, Any]) -> Tensor | None:
 def _from_starts(starts: Tensor) -> Tensor:
     """Boundaries from flags `[B, T - 1]` for all tokens but the first of each row, always a start."""
     starts = torch.nn.functional.pad(starts, (1, 0), value=True).flatten()
-    return torch.cat([starts.nonzero()[:, 0], torch.tensor([len(starts)])])
+    return torch.cat([starts.nonzero()[:, 0], torch.tensor([len(starts)], device=starts.device)])

@@ -29,6 +29,7 @@ FAMILIES = (
     *("kimi_linear", "bailing_hybrid", "glm5_next"),  # one decay per channel
 )
 MODULES = {f"transformers.models.{family}.modeling_{family}": family for family in FAMILIES}
+# All take (query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel) and return the outputs first.
 RECURRENCES = (
     *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
     *("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
@@ -89,7 +90,7 @@ def accelerate(
             f"{type(model).__name__} has no delta-rule layer of {', '.join(FAMILIES)}; models of osdn are "
             "already fast, and their preconditioner is part of the configuration"
         )
-    config = None if preconditioner is None else configure(preconditioner)
+    config = None if preconditioner is None else configure(preconditioner, layers)
     for name in (*MODULES, registry.PACKAGE):
         if name in sys.modules:
             importlib.import_module(name)  # waits for an import that is in progress in another thread

@@ -22,6 +22,7 @@ from osdn.layers.preconditioner import (
     Preconditioner,
     PreconditionerConfig,
     Settings,
+    for_strength,
 )
 
 HANDLES = "_osdn_scaling"  # the attribute of a layer that holds its hooks
@@ -70,9 +71,12 @@ class Scaling:
         layer.update_recurrent_state(carried.detach(), layer.osdn_scale)
 
 
-def configure(settings: Settings | Mapping[str, Any]) -> PreconditionerConfig | NewtonConfig:
+def configure(
+    settings: Settings | Mapping[str, Any], layers: list[nn.Module]
+) -> PreconditionerConfig | NewtonConfig:
     """Check that the settings work for a model that was trained without them."""
-    config = PreconditionerConfig.of(settings)
+    doubled = any(getattr(layer, "allow_neg_eigval", False) for layer in layers)
+    config = for_strength(settings, 2.0 if doubled else 1.0)
     if isinstance(config, PGDNConfig):
         raise ValueError(
             "preconditioner has the rule pgdn, whose gates are parameters that this model does not have. "

@@ -116,7 +116,9 @@ def prepare(task: TextTask) -> None:
     tokenizer.save_pretrained(folder)
     for split, texts in (("train", train), ("validation", corpus("validation", task.megabytes / 8))):
         ids = tokenizer.eos_token.join(texts)
-        np.save(folder / f"{split}.npy", np.array(tokenizer.encode(ids), np.uint16))
+        partial = folder / f".{split}.npy"
+        np.save(partial, np.array(tokenizer.encode(ids), np.uint16))
+        partial.replace(folder / f"{split}.npy")
 
 
 def corpus(split: str, megabytes: float) -> list[str]:

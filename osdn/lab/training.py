@@ -55,7 +55,14 @@ class Run:
     budgets: tuple[float, ...] = ()
 
     def settings(self) -> dict[str, Any]:
-        return asdict(self) | {"experiment": type(self.task).__name__, "variant": self.variant.label}
+        task = asdict(self.task)
+        if "folder" in task:
+            task["folder"] = ""  # where its text lies does not change a result
+        return asdict(self) | {
+            "task": task,
+            "experiment": type(self.task).__name__,
+            "variant": self.variant.label,
+        }
 
     def ends(self) -> list[tuple[int, int]]:
         """For every budget, the steps after which its decay starts and ends."""

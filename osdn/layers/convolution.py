@@ -86,7 +86,7 @@ def _last_inputs(x: Tensor, tail: Tensor | None, cu_seqlens: Tensor | None, past
     token = ends - past + torch.arange(past, device=x.device)  # [N, past]
     last = x[0, token.clamp(min=0)]
     if tail is None:
-        return last * (token >= starts)[..., None]
+        return last.masked_fill((token < starts)[..., None], 0)  # not times 0: a neighbour may be NaN
     before = (token - starts + past).clamp(max=past - 1)  # its place in the old tail
     return torch.where((token >= starts)[..., None], last, tail.take_along_dim(before[..., None], 1))
 

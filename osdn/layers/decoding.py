@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from osdn.layers.convolution import ShortConvolution
 from osdn.layers.linear import has_hooks, linears
+from osdn.layers.precision import GatedRMSNorm
 from osdn.layers.preconditioner import PreconditionerConfig
-from osdn.ops.cpu.binding import wide
+from osdn.ops.cpu.binding import readable, wide
 from osdn.ops.cpu.decode_step import StepInputs, StepSettings, decode_step, usable
 
 if TYPE_CHECKING:
@@ -24,15 +26,23 @@ def fused(mixer: "TokenMixer", x: Tensor, cu_seqlens: Tensor | None) -> bool:
 
 def fusible(mixer: "TokenMixer", dtype: torch.dtype) -> bool:
     """Whether it would for inputs of this dtype on a CPU."""
+    from osdn.layers.mixers import Recurrence
+
     convolutions = (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d)
+    parameters = [mixer.o_norm.weight, *((mixer.A_log, mixer.dt_bias) if mixer.has_decay else ())]
     return (
         mixer.fuses
+        and "fuses" in vars(type(mixer))  # a subclass may compute something else
         and mixer.update is None
+        and (type(mixer.recurrence), type(mixer.o_norm)) == (Recurrence, GatedRMSNorm)
+        and all(type(conv) is ShortConvolution for conv in convolutions)
         and mixer.o_norm.eps is not None
         and mixer.recurrence.backend in ("auto", "cpu")
         and (mixer.preconditioner is None or isinstance(mixer.preconditioner.config, PreconditionerConfig))
         and all(conv.weight.dtype == dtype for conv in convolutions)
-        and not any(has_hooks(module) for module in (mixer.recurrence, mixer.o_norm, *convolutions))
+        and all(readable(parameter.dtype, dtype) for parameter in parameters)
+        and len({parameter.dtype for parameter in parameters[1:]}) <= 1
+        and not any(has_hooks(module) for module in mixer.children())
     )
 
 

@@ -44,13 +44,13 @@ def kaczmarz_step(beta: Tensor, n: Tensor) -> Tensor:
     return beta / (n + EPS)
 
 
-def undo_decay(k: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+def undo_decay(k: Tensor, log_decay: Tensor, least: float = LEAST_LOG_DECAY) -> tuple[Tensor, Tensor]:
     """Keys that read from the decayed state what `k` would read from it before, and the decay to use.
 
     `[B, T, HV, K]` and `[B, T, HV]` or `[B, T, HV, K]`.  A decayed state has the same relative precision, so
-    that dividing by one token's decay loses nothing.
+    that dividing by one token's decay loses nothing.  Decays are at least `exp(least)`.
     """
-    log_decay = log_decay.clamp_min(LEAST_LOG_DECAY)
+    log_decay = log_decay.clamp_min(least)
     per_channel = log_decay if log_decay.ndim == 4 else log_decay[..., None]
     return k * torch.exp(-per_channel), log_decay
 
@@ -137,7 +137,9 @@ class Comba(Update):
         q, k = (widen(_per_value_head(x, self.sizes[0])) for x in (inputs.q, inputs.k))
         read, log_decay = widen(self.feedback).sigmoid()[:, None] * k, inputs.log_decay
         if log_decay is not None:
-            read, log_decay = undo_decay(read, log_decay)
+            # float16 ends at 65,504; a decay to 5e-5 leaves nothing that it could tell from zero
+            least = -10.0 if dtype == torch.float16 else LEAST_LOG_DECAY
+            read, log_decay = undo_decay(read, log_decay, least)
         q = q - widen(self.correction)[:, None] * k
         return inputs._replace(q=q.to(dtype), k=read.to(dtype), write_keys=k.to(dtype), log_decay=log_decay)
 

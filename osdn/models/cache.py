@@ -61,7 +61,7 @@ class DeltaRuleCacheLayer(LinearAttentionLayer, CacheLayerMixin):
                     if states[i] is not None and states[i].is_inference():  # cannot be modified out here
                         states[i] = states[i].clone()
         for i, x in enumerate((state.recurrent, state.scale)):
-            if x is not None and x is not self.recurrent_states[i]:  # unless it was moved on where it lies
+            if x is not None and x is not self.recurrent_states[i]:  # unless it was updated in place
                 self.update_recurrent_state(x.detach(), i)
         for i, x in enumerate((state.q_tail, state.k_tail, state.v_tail)):
             if not self.is_conv_states_initialized[i]:

@@ -22,7 +22,7 @@ from osdn.layers.precision import RMSNorm
 from osdn.models.cache import DeltaRuleCacheLayer
 from osdn.models.quantization import QuantizedLinear
 from osdn.ops import tracing
-from osdn.ops.cpu.binding import wide
+from osdn.ops.cpu.binding import readable, wide
 from osdn.ops.cpu.decode_step import usable
 from osdn.ops.cpu.program import Program
 from osdn.ops.cpu.row_product import Product
@@ -66,7 +66,7 @@ class Decoder:
         self.lock = threading.Lock()  # of the buffers
         self.key = _key(x)
         self.snapshot = Snapshot(model)
-        self.hidden = torch.empty(len(x), x.shape[2], dtype=x.dtype)
+        self.hidden = x.new_empty(len(x), x.shape[2])
         self.shapes: list[list[tuple[int, ...] | None]] = []
         self.program: Program | None = Program(x.dtype)
         try:
@@ -80,13 +80,19 @@ class Decoder:
 
     def _assemble(self, model: "OSDNModel", program: Program) -> Tensor:
         """Add the kernels of all layers; return the buffer that the outputs `[N, D]` will be in."""
+        from osdn.models.modeling_osdn import OSDNMLP, OSDNBlock
+
         hidden = self.hidden
+        if self.snapshot.hooked:
+            raise NotPlainError
 
         def linears(pairs: list[tuple[nn.Module, Tensor]]) -> list[Tensor]:
             return program.products([_product(layer, x) for layer, x in pairs])
 
         layer: Any
         for layer in model.layers:
+            if type(layer) is not OSDNBlock or type(layer.mlp) is not OSDNMLP:
+                raise NotPlainError
             mixer, mlp = layer.attn, layer.mlp
             if not isinstance(mixer, TokenMixer) or not fusible(mixer, hidden.dtype):
                 raise NotPlainError
@@ -141,6 +147,7 @@ class Snapshot:
     def __init__(self, model: "OSDNModel") -> None:
         self.modules = [m for top in (model.layers, model.norm) for m in top.modules()]
         self.counts = [len(m._modules) for m in self.modules]
+        self.hooked = any(has_hooks(m) for m in self.modules)
         self.entries: list[tuple[Any, str, Any]] = []  # a dictionary of a module, a key in it, its value
         for m in self.modules:
             self.entries += [(m._modules, *item) for item in m._modules.items()]
@@ -153,7 +160,7 @@ class Snapshot:
     def holds(self) -> bool:
         """Whether nothing has changed; called for every token, so it must be quick."""
         return (
-            not any(has_hooks(m) for m in self.modules)
+            any(has_hooks(m) for m in self.modules) == self.hooked
             and self.counts == [len(m._modules) for m in self.modules]
             and all(table.get(name) is x for table, name, x in self.entries)
             and all(x.data_ptr() == address and x.dtype == dtype for x, address, dtype in self.addresses)
@@ -173,11 +180,12 @@ def _ordered(state: MixerState) -> list[Tensor | None]:
 
 def _empty_state(mixer: TokenMixer, rows: int, dtype: torch.dtype) -> MixerState:
     recurrent, scale, *tails = mixer.state_shapes(rows)
-    return MixerState(
-        torch.empty(recurrent, dtype=wide(dtype)),
-        None if scale is None else torch.empty(scale, dtype=wide(dtype)),
-        *(torch.empty(shape, dtype=dtype) for shape in tails),
-    )
+    with torch.device("cpu"):
+        return MixerState(
+            torch.empty(recurrent, dtype=wide(dtype)),
+            None if scale is None else torch.empty(scale, dtype=wide(dtype)),
+            *(torch.empty(shape, dtype=dtype) for shape in tails),
+        )
 
 
 def _writable(x: Tensor) -> bool:
@@ -187,7 +195,7 @@ def _writable(x: Tensor) -> bool:
 
 
 def _norm(program: Program, norm: nn.Module, x: Tensor) -> Tensor:
-    if type(norm) is not RMSNorm or has_hooks(norm) or norm.eps is None:
+    if type(norm) is not RMSNorm or norm.eps is None or not readable(norm.weight.dtype, x.dtype):
         raise NotPlainError
     return program.norm(x, norm.weight.detach(), norm.eps)
 

@@ -50,14 +50,15 @@ def identify(
         path,
         weights_digest(path, config),
         block(config),
-        is_plain(config),
+        not changed_writes(config),
     )
 
 
-def is_plain(config: PreTrainedConfig) -> bool:
-    """Whether the writes are those of the plain delta rule."""
-    changes = {"preconditioner": None, "beta_bias": None, "write_scale": 1.0, "update_rule": None}
-    return all(getattr(config, name, usual) == usual for name, usual in changes.items())
+def changed_writes(config: PreTrainedConfig) -> dict[str, Any]:
+    """The settings by which the writes of a model differ from those of the plain delta rule."""
+    usual = {"preconditioner": None, "beta_bias": None, "write_scale": 1.0, "update_rule": None}
+    values = {name: getattr(config, name, value) for name, value in usual.items()}
+    return {name: value for name, value in values.items() if value != usual[name]}
 
 
 def preset_of(config: OSDNConfig) -> str | None:
@@ -82,8 +83,8 @@ def block(config: PreTrainedConfig) -> str:
         settings = repr((config.layer_types, sorted(config.attention.items())))
         digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
         layers += f", {config.num_hidden_layers - config.linear_layers} of them attention ({digest})"
-    options = [f"{x}={getattr(config, x)}" for x, usual in ADDED.items() if getattr(config, x) != usual]
-    others = "".join(f"{x}, " for x in options if not x.startswith("attention="))
+    changed = [x for x, usual in ADDED.items() if getattr(config, x) != usual]
+    others = "".join(f"{x}={getattr(config, x)}, " for x in changed if x not in ("attention", "update_rule"))
     return f"{config.backbone}, {layers}, {heads}, {others}vocabulary {config.vocab_size}"
 
 

@@ -50,7 +50,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, rows: int, needs_grad: list[bool]
     ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide)
+        loss = x.new_zeros((), dtype=wide)
         x_grad = torch.empty_like(x) if needs_grad[0] else None
         weight_grad = weight.new_zeros(weight.shape, dtype=wide) if needs_grad[1] else None
         for start in range(0, len(x), rows):

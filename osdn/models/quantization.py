@@ -6,6 +6,7 @@ and decays, norms, state and scale stay as they are.  Prompts gain nothing: ther
 the weights are widened first.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from osdn.ops.cpu import compiled
 from osdn.ops.cpu.binding import HALVES
 from osdn.ops.cpu.row_product import Product, row_products
 
+logger = logging.getLogger(__name__)
+
 GROUP = 32  # input channels that share a scale in int4
-MULTIPLE = 64  # of output channels: smaller layers are not worth it
-GATES = ("f_proj", "preconditioner")  # decays: few weights, and much depends on them
+MULTIPLE = 64  # of output channels; fewer are not worth it
+GATES = ("a_proj", "f_proj", "preconditioner")  # decays: few weights, and much depends on them
 FEW_ROWS = 16  # for more of them widened weights are faster
 
 
@@ -83,7 +86,7 @@ class Int8Linear(QuantizedLinear):
         return {"weight": (weight / scales[:, None]).round().to(torch.int8), "scales": scales}
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        return self.weight.to(dtype) * self.scales.to(dtype)[:, None]
+        return (self.weight * self.scales.float()[:, None]).to(dtype)
 
     def product(self, x: Tensor) -> Product:
         return Product(x, self.weight, self.bias, self.scales.float())
@@ -106,8 +109,8 @@ class Int4Linear(QuantizedLinear):
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         codes = self.weight.unflatten(1, (-1, GROUP // 2))
-        codes = torch.cat([codes & 15, codes >> 4], -1).to(dtype)  # [N, groups, GROUP]
-        return (codes * self.scales[..., None].to(dtype) + self.zeros[..., None].to(dtype)).flatten(1)
+        codes = torch.cat([codes & 15, codes >> 4], -1)  # [N, groups, GROUP]
+        return (codes * self.scales[..., None].float() + self.zeros[..., None].float()).flatten(1).to(dtype)
 
     def product(self, x: Tensor) -> Product:
         return Product(x, self.weight, self.bias, self.scales.bfloat16(), self.zeros.bfloat16())
@@ -119,15 +122,25 @@ LAYERS: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "int4": Int4Line
 def quantize(model: nn.Module, weights: str) -> nn.Module:
     """Replace the large linear layers of `model`, which must be on a CPU, by ones of "int8" or "int4"."""
     _check(weights)
-    layers = [
+    products = [
         (name, module)
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, Linear) and _is_large(module) and not set(GATES) & set(name.split("."))
+        if type(module) in (nn.Linear, Linear) and not set(GATES) & set(name.split("."))
     ]
+    layers = [(name, module) for name, module in products if _fits(module)]
     if not layers:
         raise ValueError(
             f"no linear layer can be stored in {weights}: its outputs must be a multiple of {MULTIPLE}, its "
             f"inputs of {GROUP}"
+        )
+    kept = [name for name, module in products if not _fits(module) and module.out_features >= MULTIPLE]
+    if kept:
+        logger.warning(
+            "%s in full precision: %s needs outputs in multiples of %d and inputs of %d",
+            ", ".join(kept),
+            weights,
+            MULTIPLE,
+            GROUP,
         )
     for name, module in layers:
         if module.weight.device.type != "cpu":
@@ -137,7 +150,7 @@ def quantize(model: nn.Module, weights: str) -> nn.Module:
     return model
 
 
-def _is_large(linear: nn.Linear) -> bool:
+def _fits(linear: nn.Linear) -> bool:
     return linear.out_features % MULTIPLE == 0 and linear.in_features % GROUP == 0
 
 

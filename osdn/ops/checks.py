@@ -95,7 +95,9 @@ def tensor(name: str, x: Any, shape: tuple[int, ...], layout: str, device: torch
     if x.dtype not in FLOATS:
         raise ValueError(f"{name} has dtype {x.dtype}; it must be float32, bfloat16, float16 or float64")
     if x.device != device:
-        raise ValueError(f"{name} is on {x.device} but k is on {device}; move them to one device")
+        raise ValueError(
+            f"{name} is on {x.device}, but another tensor is on {device}; move them to one device"
+        )
 
 
 def keys(k: Any) -> tuple[int, int, int, int]:

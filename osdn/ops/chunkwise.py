@@ -101,7 +101,7 @@ def _rule(rule: Rule, k: Tensor, gate: Tensor) -> tuple[Advance, tuple[Tensor, .
     if isinstance(rule, Squash):
 
         def gram(A: Tensor, added: Tensor, r: float | Tensor) -> tuple[Tensor, Tensor]:
-            A = r * A + added
+            A = _kept(r, A) + added
             return A, A
 
         return gram, (gate * k2,)
@@ -113,10 +113,15 @@ def _rule(rule: Rule, k: Tensor, gate: Tensor) -> tuple[Advance, tuple[Tensor, .
         d: Tensor, k2: Tensor, direction: Tensor, gain: Tensor, damping: Tensor, r: float | Tensor
     ) -> tuple[Tensor, Tensor]:
         step = gain - damping * (d * k2).sum(-1, keepdim=True)
-        after = torch.addcmul(r * d, step, direction)
+        after = torch.addcmul(_kept(r, d), step, direction)
         return d, after if bounds is None else after.clamp(*bounds)
 
     return scale, (k2, direction, eta * b, eta * b.square())
+
+
+def _kept(r: float | Tensor, x: Tensor) -> Tensor:
+    """`r * x`.  For a number near 1, 1 - r is rounded: r's error would add up over thousands of tokens."""
+    return torch.sub(x, x, alpha=1 - r) if isinstance(r, float) and 0.5 < r != 1 else r * x
 
 
 def delta_rule(x: Phase2, write_keys: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The report: which claims show, then the paper's tables and figures in its order, from one file of results.
 
-A cell is a mean over seeds with half of its 95 % interval; a second table has the paired differences to the
+A cell is a mean over seeds with half of its 95 % interval; a second table has the paired differences from the
 block's baseline.  The paper's figures at 340M stand below each model, in grey.
 """
 
@@ -215,8 +215,8 @@ def tables(content: Content) -> list[Table]:
 
 
 def spec_tables(content: Content, spec: Spec) -> list[Table]:
-    """A table of values, and one of differences to the baselines."""
-    models = [m for m in content["models"] if not spec.ablations or _in_ablations(content, m)]
+    """A table of values, and one of differences from the baselines."""
+    models = [m for m in content["models"] if not spec.ablations or _in_ablations(m)]
     known = [c for c in spec.columns if any(values(content, m, c.key) for m in models)]
     if not known or (spec.ablations and not any(m in ABLATIONS for m in models)):
         return []
@@ -235,11 +235,11 @@ def spec_tables(content: Content, spec: Spec) -> list[Table]:
     heads = [f"{c.head} {'↓' if c.less else '↑'}" if c.key != "code_alone" else c.head for c in known]
     result = [Table(spec.title, heads, ours, spec.note)]
     if differences:
-        result.append(Table(f"{spec.title}: differences to the baseline", heads, differences, DIFFERENCES))
+        result.append(Table(f"{spec.title}: differences from the baseline", heads, differences, DIFFERENCES))
     return result
 
 
-DIFFERENCES = "To DeltaNet, GDN or KDA, paired by seed, with 95 % intervals; bold: without zero."
+DIFFERENCES = "From DeltaNet, GDN or KDA, paired by seed, with 95 % intervals; bold where these exclude zero."
 
 
 def _last(rows: Sequence[Row], models: Sequence[str]) -> str:
@@ -248,7 +248,7 @@ def _last(rows: Sequence[Row], models: Sequence[str]) -> str:
     return next(model for model in models if title(model) == label)
 
 
-def _in_ablations(content: Content, model: str) -> bool:
+def _in_ablations(model: str) -> bool:
     return model in ("delta_net", "osdn", "osdn-apf", *ABLATIONS)
 
 
@@ -435,7 +435,7 @@ def _interval(e: Estimate) -> dict[str, float]:
 @styled
 def claim_plot(compared: Sequence[Finding]) -> Figure:
     """Each claim's difference with its interval, and what the paper found."""
-    drawing, axes = panel("difference to the baseline, %", "", (8.4, 0.8 + 0.24 * len(compared)))
+    drawing, axes = panel("difference from the baseline, %", "", (8.4, 0.8 + 0.24 * len(compared)))
     colour = {SHOWS: "#1c8a4c", NOT: "#b23a48", UNSEEN: GREY}
     # an interval may be far wider
     reach = 1.5 * max([20.0, *(abs(finding.theirs or 0.0) for finding in compared)])

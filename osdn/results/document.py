@@ -1,4 +1,4 @@
-"""Documents that show results: what stands between two marks is made by the command that the marks name."""
+"""Documents that show results: the text between two marks is written by the command that they name."""
 
 from pathlib import Path
 

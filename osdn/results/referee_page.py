@@ -91,7 +91,10 @@ def verdicts(content: dict[str, Any]) -> list[str]:
         )
     if less:
         sentences.append(f"Worse with the full budget: {_in_words(at[1.0], less)}.")
-    if not differing[1.0]:
+    if broken := [cell for cell in compared if not math.isfinite(at[1.0][cell]["difference"]["mean"])]:
+        listed = ", ".join(f"{title(name)} on {trial}" for trial, name in broken)
+        sentences.append(f"Not finite in some seed, so not compared: {listed}.")
+    elif not differing[1.0]:
         sentences.append("Nothing is measurably worse either.")
     return sentences
 

@@ -117,7 +117,8 @@ def _paper_section(
 def _figures(spec: PaperTable, comparisons: list[Comparison], store: Store) -> list[Figure]:
     labels = store.labels()
     if spec is DIAGNOSTIC:
-        newest = {labels[model_key(model)]: content for model, content in store.diagnoses}
+        by_date = sorted(store.diagnoses, key=lambda diagnosis: diagnosis[1]["date"])
+        newest = {labels[model_key(model)]: content for model, content in by_date}
         by_name = plots.diagnosis(newest) if newest else {}
         return [by_name[name] for name in ("contraction", "heads", "scale") if name in by_name]
     if spec is TRAINING:

@@ -152,15 +152,15 @@ class Store:
     def labels(self) -> dict[tuple[Any, ...], str]:
         """The label of each model: its title, plus the place of its weights if several models share it."""
         models = self.models()
-        trained = [model for model in models if model.weights is not None]
+        trained = [m for m in models if m.weights is not None or m.checkpoint != m.preset]  # or in training
         names = [model.model for model in trained]
         places = [(model.model, model.checkpoint) for model in trained]
         labels = {}
         for model in models:
             label = title(model.model)
-            if model.weights is not None and names.count(model.model) > 1:
+            if model in trained and names.count(model.model) > 1:
                 twins = places.count((model.model, model.checkpoint)) > 1
-                label += f" ({model.checkpoint}{f', {model.weights[:6]}' if twins else ''})"
+                label += f" ({model.checkpoint}{f', {str(model.weights)[:6]}' if twins else ''})"
             labels[model_key(model)] = label
         return labels
 
@@ -171,8 +171,8 @@ class Store:
 
 
 def model_key(model: Identity) -> tuple[Any, ...]:
-    """Results with the same key are about the same model."""
-    return (model.model, model.weights)
+    """Results with the same key are about the same model; while it is trained, it is known by its place."""
+    return (model.model, model.weights or model.checkpoint)
 
 
 def read_results(paths: Iterable[str | Path]) -> Store:
@@ -318,7 +318,7 @@ def read_run(folder: Path) -> Run:
     if not (folder / METRICS).is_file() or not (folder / TRAINING).is_file():
         raise FileNotFoundError(f"{folder} is not the folder of a run: it needs {METRICS} and {TRAINING}")
     lines = []
-    for line in (folder / METRICS).read_text().splitlines():
+    for line in (folder / METRICS).read_text(errors="replace").splitlines():
         try:
             lines.append(json.loads(line))
         except ValueError:  # cut off when the run was killed

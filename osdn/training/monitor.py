@@ -109,7 +109,8 @@ class Progress(TrainerCallback):
             left = seconds / logs["tokens_per_second"]
             print(f"step {state.global_step}/{state.max_steps}  {text}  left {left:,.0f} s", file=sys.stderr)
 
-    def on_train_end(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
+    def stop(self) -> None:
+        """Leave the terminal as it was, however training ended."""
         self.bar.stop()
 
 
@@ -160,8 +161,10 @@ class Diagnostics(TrainerCallback):
 
     def on_step_begin(self, args: Arguments, state: State, control: Control, **_: Any) -> None:
         if (state.global_step + 1) % self.every == 0:
-            mixers = [m for m in self.trainer.model.modules() if isinstance(m, TokenMixer)]
-            for layer, mixer in enumerate(mixers):
+            for layer, block in enumerate(self.trainer.model.model.layers):
+                mixer = block.attn
+                if not isinstance(mixer, TokenMixer):  # attention, in a hybrid
+                    continue
                 if mixer.update is not None and "q_geo" not in mixer.update.measured:
                     continue
                 self.hooks.append(mixer.recurrence.register_forward_pre_hook(self._measure(layer)))

@@ -11,7 +11,7 @@ from rich.text import Text
 from transformers import TrainingArguments
 
 from osdn.models import OSDNConfig
-from osdn.models.identity import block, identify
+from osdn.models.identity import block, changed_writes, identify
 from osdn.results.losses import final_loss
 from osdn.results.store import TRAINING, save_json
 from osdn.training.monitor import Metrics
@@ -37,6 +37,8 @@ def print_header(
     lines = {
         "run": f"{settings.name} in {settings.output_dir}",
         "model": f"{block(config)}: {parameters:,} parameters",
+        "writes": ", ".join(f"{name} {value}" for name, value in changed_writes(config).items())
+        or "of the plain delta rule",
         "device": f"{arguments.world_size} × {device}",
         "precision": f"{training.precision}: {precision_reason}",
         "data": f"{_source(settings, data.split)}{_size(corpus.train.documents, known)}",

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 
-from osdn.models import OSDNConfig
+from osdn.models import PRESETS, OSDNConfig
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class DataSettings:
     tokenizer: str  # bytes, a directory, or a name on the hub
     seq_len: int  # tokens per device and batch; documents and pieces of them are packed end to end
     context_len: int  # longer documents are split
-    shuffle: int | None  # pieces move at most so far; null is anywhere, or within 10,000 pieces of a stream
+    shuffle: int | None  # pieces move by less than this, null is anywhere; the buffer's size for a stream
 
     def __post_init__(self) -> None:
         _positive("data", self, "seq_len", "context_len", *["shuffle"] * (self.shuffle is not None))
@@ -149,7 +149,9 @@ class RunSettings:
         known = {field.name for field in fields(OSDNConfig)} | set(OSDNConfig.own_fields())
         _known("model", replaced, sorted(known - {"run_name"}))
         replaced = {"max_position_embeddings": self.data.context_len, "run_name": self.name, **replaced}
-        return OSDNConfig(**replaced) if preset is None else OSDNConfig.from_preset(preset, **replaced)
+        if preset is None:
+            return OSDNConfig(**replaced)
+        return OSDNConfig.from_preset(preset, **_completed(replaced, PRESETS.get(preset, {})))
 
     def accumulation(self, devices: int) -> int:
         """How many batches each device reads per optimizer step."""
@@ -163,6 +165,18 @@ class RunSettings:
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(asdict(self), sort_keys=False)
+
+
+def _completed(replaced: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:
+    """`replaced`, where a preconditioner of the same rule keeps the settings that are not replaced."""
+    result = dict(replaced)
+    for name in replaced.keys() & preset.keys():
+        before, after = preset[name], replaced[name]
+        if not (isinstance(before, dict) and isinstance(after, dict)):
+            continue
+        if after.get("rule", before.get("rule")) == before.get("rule"):
+            result[name] = before | after
+    return result
 
 
 def config_names() -> list[str]:

@@ -9,7 +9,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -42,7 +41,6 @@ from transformers.utils.logging import disable_progress_bar
 from osdn import bfloat16
 from osdn.models import OSDNConfig, OSDNForCausalLM, describe_model
 from osdn.models.modeling_osdn import OSDNBlock
-from osdn.results.store import TRAINING
 from osdn.terminal import printable
 from osdn.training import checkpoints
 from osdn.training.data import load_source, load_tokenizer
@@ -65,8 +63,13 @@ logger = logging.getLogger(__name__)
 
 MEASURED_TOKENS = 512  # for measuring which precision is faster
 
-# Vectors and scalars that are not weights of a product; the paper's recipe does not decay them.
-NO_DECAY = re.compile(r"(^|\.)(A_log|dt_bias|bias|\w*norm\.weight)$")
+# Besides the directory and how often to save and log, what may change when a run continues.
+CHANGEABLE = (
+    "training.gradient_checkpointing",
+    "training.max_skipped_steps",
+    "training.parallelism",
+    "validation.every",
+)
 
 
 class TrainingError(RuntimeError):
@@ -157,7 +160,8 @@ class PackedTrainer(Trainer):
         return loss
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        return [name for name, _ in model.named_parameters() if not NO_DECAY.search(name)]
+        """The weights of products; the paper's recipe decays no vectors and scalars."""
+        return [name for name, x in model.named_parameters() if x.ndim > 1]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip the gradient; drop it if it is not finite, so that the optimizer skips the step."""
@@ -318,8 +322,8 @@ def _run(
         settings, rows, skipped_steps, model=model, args=arguments, processing_class=tokenizer
     )
     trainer.remove_callback(PrinterCallback)
-    stop = Stop()
-    for callback in (Metrics(), Progress(), stop):
+    stop, progress = Stop(), Progress()
+    for callback in (Metrics(), progress, stop):
         trainer.add_callback(callback)
     if arguments.process_index == 0:
         trainer.add_callback(
@@ -337,6 +341,7 @@ def _run(
         raise
     finally:
         stop.restore()
+        progress.stop()
     if stop.signal is not None:
         if arguments.process_index == 0:
             step = trainer.state.global_step
@@ -388,7 +393,7 @@ def with_precision(settings: RunSettings, config: OSDNConfig, devices: int) -> t
         return settings, "set in the config"
     if before := recorded_precision(Path(settings.output_dir)):
         chosen, reason = before, "as when the run started"
-    elif torch.accelerator.is_available():
+    elif torch.cuda.is_available():
         chosen, reason = "bfloat16", "the default on a GPU"
     elif devices > 1:
         chosen, reason = (
@@ -408,7 +413,7 @@ def with_precision(settings: RunSettings, config: OSDNConfig, devices: int) -> t
 def training_arguments(settings: RunSettings, devices: int) -> TrainingArguments:
     """The settings as the library's arguments."""
     optimizer, training = settings.optimizer, settings.training
-    gpu, sharded = torch.accelerator.is_available(), training.parallelism == "fsdp2" and devices > 1
+    gpu, sharded = torch.cuda.is_available(), training.parallelism == "fsdp2" and devices > 1
     arguments = TrainingArguments(
         output_dir=settings.output_dir,
         max_steps=training.steps,
@@ -442,6 +447,8 @@ def training_arguments(settings: RunSettings, devices: int) -> TrainingArguments
         ignore_data_skip=True,  # the rows already start at the saved position
         use_cache=True,  # for the saved configuration; packed rows never use a cache
     )
+    # The library would split a packed row over all GPUs that one process sees.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
     if sharded:  # with autocast, FSDP2 and DDP compute the same; gradients are reduced in float32
         arguments.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(
             reduce_dtype=torch.float32
@@ -539,7 +546,6 @@ def _extend(run: Path, settings: RunSettings, planned: int, checkpoint: Path) ->
     result, steps, step = run / "model", settings.training.steps, checkpoints.step_of(checkpoint)
     if result.exists():
         result.rename(run / f"model-{planned}")
-    (run / TRAINING).unlink(missing_ok=True)
     before, after = (settings.optimizer.rate_at(step, n) for n in (planned, steps))
     if before == after:  # still warming up: a run of this length would be at the same point
         return
@@ -558,6 +564,8 @@ def _extend(run: Path, settings: RunSettings, planned: int, checkpoint: Path) ->
 
 def _planned_steps(run: Path, settings: RunSettings) -> int | None:
     """How many steps the run in the directory has; None if there is no run.  Other settings are an error."""
+    if not checkpoints.checkpoints(run) and not (run / "model").exists():
+        return None  # nothing to continue: the settings may change
     try:
         there = _fixed_settings((run / "config.yaml").read_text())
         planned = there.pop("training.steps")
@@ -583,9 +591,10 @@ def _planned_steps(run: Path, settings: RunSettings) -> int | None:
 
 
 def _fixed_settings(text: str) -> dict[str, Any]:
-    """The settings that must not change during a run: all but the directory and how often to save and log."""
+    """The settings that must not change during a run."""
     content: dict[str, Any] = yaml.safe_load(text)
     sections = ("model", "data", "optimizer", "training", "validation")
     flat = {f"{name}.{key}": value for name in sections for key, value in content.get(name, {}).items()}
-    flat.pop("validation.every", None)
+    for name in CHANGEABLE:
+        flat.pop(name, None)
     return {"name": content.get("name"), **flat}

@@ -58,6 +58,14 @@ def test_averages_are_those_of_all_measurements():
     assert result["agreement"]["largest_difference"] < 1e-5
 
 
+def test_a_model_that_has_diverged_is_reported():
+    model = make("osdn")
+    with torch.no_grad():
+        model.model.layers[1].attn.k_proj.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"layers\.1\.attn: its residual ratios are not finite"):
+        diagnose(model, iter(prompts(31)))
+
+
 def test_the_interval_contains_the_value_and_is_a_point_for_equal_prompts():
     model = make("gdn")
     q = diagnose(model, prompts(20, 21, 22, 23))["all"]["q_geo"]

@@ -41,6 +41,13 @@ def test_statements_hold_on_a_trained_models_own_keys(name):
         assert check.passed, (check.statement, check.verdict)
 
 
+def test_a_model_without_a_box_is_checked_as_far_as_possible():
+    model = OSDNForCausalLM(OSDNConfig.from_preset("osdn-tiny", preconditioner={"bounds": None}))
+    checks = model_statements(problems_of(model, input_ids=bytes_of_text()[None, :64]))
+    assert len(checks) == 2
+    assert all(check.passed for check in checks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_statements_hold_on_the_keys_of_every_variant_after_more_training(name):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, Mamba2Config, Mamba2ForCausalLM
 
 from osdn.evaluation.perplexity import (
     blocks,
@@ -75,6 +75,15 @@ def test_streaming_matches_one_long_forward(models, name, segment):
     whole = torch.stack([plain_losses(models[name], row) for row in ids])
     assert streamed.shape == (2, 1000)
     assert (streamed - whole).abs().max() < 1e-4
+
+
+def test_a_model_without_such_a_cache_reads_everything_at_once():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "head_dim": 16, "num_heads": 4}
+    model = Mamba2ForCausalLM(Mamba2Config(vocab_size=260, n_groups=1, **sizes)).eval()
+    ids = tokens(1, 101)
+    streamed = torch.cat(list(stream(model, ids, 30)), 1)[0]
+    assert (streamed - plain_losses(model, ids[0])).abs().max() < 1e-5
 
 
 def test_streaming_a_whole_block_matches_one_forward(models):

@@ -22,7 +22,7 @@ from osdn.results.comparison import compare
 from osdn.results.paper import BUCKETS
 from osdn.results.scores import MEANS
 from osdn.results.store import digest, read_results
-from osdn.training.data import train_tokenizer
+from osdn.training.data import stdlib_documents, train_tokenizer
 from tests.analysis.models import byte_tokenizer
 from tests.evaluation.mirror import save_osdn
 
@@ -66,7 +66,7 @@ def test_every_suite_fills_its_columns(evaluated, suite):
     for name, task in content["tasks"].items():
         assert task["documents"] == task["data"]["documents"] == (1 if name == "pg19" else 3)
         assert task["protocol"]["limit"] is None
-        assert task["protocol"]["max_length"] is None  # a recurrent model has none
+        assert task["protocol"].get("max_length") is None  # a recurrent model has none
         assert task["protocol"]["dtype"] == "float32"
         assert task["seconds"] >= 0
     assert f"{suite}: OSDN" in done.output
@@ -314,6 +314,21 @@ def test_any_text_can_replace_pg19(osdn, tmp_path):
     done = run(osdn, "--suite", "pg19", "--books", tmp_path / "no.txt", "--output", tmp_path / "out2")
     assert done.exit_code == 1
     assert "no such file or directory" in said(done)
+
+
+def test_pythons_own_sources_as_books_are_held_out_files(osdn, tmp_path):
+    evaluation = Evaluation(EvaluationSettings(osdn, books="stdlib", limit=1), tmp_path)
+    rows = evaluation._documents(SUITES["pg19"][0])
+    assert rows["text"][0] in set(stdlib_documents("validation"))
+    assert rows["text"][0] not in set(stdlib_documents("train"))
+
+
+def test_blocks_of_pg19_are_not_read_with_a_shorter_maximum_length(osdn, mirror, tmp_path):
+    options = ("--suite", "pg19", "--data-dir", mirror, "--output", tmp_path, "--max-length", 2048)
+    done = run(osdn, *options)
+    assert done.exit_code == 1
+    assert "--max-length is 2,048, and a block has 20,480 tokens" in said(done)
+    assert not (tmp_path / "pg19.json").exists()
 
 
 def test_the_list_shows_which_data_is_available(mirror, tmp_path):

@@ -7,6 +7,7 @@ import torch
 
 import osdn
 from osdn.analysis.capture import capture
+from osdn.hosts.scaling import configure
 from osdn.ops import delta_rule, newton_delta_rule, online_scaled_delta_rule
 from tests.hosts.families import FAMILIES, make, tokens
 
@@ -26,6 +27,8 @@ both = pytest.mark.parametrize("settings", [STRONG, NEWTON])
 @families
 def test_layers_match_the_reference(family, settings):
     model, ids = make(family), tokens(2, 20)
+    if family == "olmo_hybrid" and "rule" not in settings:  # its write strengths reach 2
+        settings = settings | {"bounds": (0.5, 1.0)}
     osdn.accelerate(model, preconditioner=settings)
     layers = capture(model, input_ids=ids)
     assert len(layers) == 2
@@ -131,6 +134,17 @@ def test_impossible_settings_are_rejected(arguments, message):
         osdn.accelerate(make("qwen3_5"), **arguments)
     with pytest.raises(ValueError, match="preconditioner needs a model"):
         osdn.accelerate(**arguments)
+
+
+def test_the_box_fits_write_strengths_up_to_two():
+    model = make("olmo_hybrid")
+    layer = next(m for m in model.modules() if hasattr(m, "allow_neg_eigval"))
+    assert layer.allow_neg_eigval
+    with pytest.raises(ValueError, match="write strengths reach 2, so the scale must not exceed 1"):
+        osdn.accelerate(model, preconditioner={"bounds": (0.5, 2.0)})
+    assert configure({}, [layer]).bounds == (0.5, 1.0)
+    layer.allow_neg_eigval = False
+    assert configure({}, [layer]).bounds == (0.5, 2.0)
 
 
 def test_a_model_without_delta_rule_layers_is_rejected():

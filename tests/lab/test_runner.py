@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from osdn.cli import app
 from osdn.lab import runner, summary
 from osdn.lab.recall import RecallTask
+from osdn.lab.text import TextTask
 from osdn.lab.training import Run, execute
 from osdn.lab.variants import Variant
 
@@ -88,6 +89,13 @@ def test_every_setting_changes_the_file_name(tmp_path):
     names = {runner.file_of(r, tmp_path) for r in [run, *others]}
     assert len(names) == 1 + len(others)
     assert runner.file_of(replace(run), tmp_path) in names
+
+
+def test_the_place_of_a_corpus_does_not_change_the_file_name(tmp_path):
+    here, there = (replace(RUNS[0], task=TextTask(folder)) for folder in ("a/corpus", "b/corpus"))
+    assert runner.file_of(here, tmp_path) == runner.file_of(there, tmp_path)
+    longer = replace(here, task=TextTask("a/corpus", length=64))
+    assert runner.file_of(here, tmp_path) != runner.file_of(longer, tmp_path)
 
 
 def test_summaries_pair_seeds_with_the_baseline_of_the_backbone(tmp_path):

@@ -19,6 +19,14 @@ def make(channels=5, width=4, dtype=torch.float64):
     return ShortConvolution(channels, width).to(dtype)
 
 
+def test_a_neighbours_nan_stays_out_of_a_short_sequences_tail():
+    x = torch.randn(1, 6, 5)
+    x[0, :5] = torch.nan
+    with torch.no_grad():
+        _, tail = make(dtype=torch.float32)(x, None, torch.tensor([0, 5, 6]), output_final_state=True)
+    assert torch.equal(tail[1], torch.cat([torch.zeros(2, 5), x[0, 5:]]))
+
+
 @pytest.mark.parametrize("T", [1, 2, 3, 4, 17])
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_outputs_and_gradients_are_those_of_conv1d(T, width):

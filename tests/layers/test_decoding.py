@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from osdn.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, decoding
+from osdn.layers.mixers import Recurrence
+from osdn.layers.precision import RMSNorm
 from osdn.ops import available_backends
 from osdn.ops.cpu import decode_step
 from tests.ops.problems import relative_error, threads
@@ -171,10 +173,63 @@ def test_whoever_looks_inside_sees_the_layer():
         mixer.recurrence.backend = "chunkwise"
         assert not decoding.fused(mixer, one, None)
         mixer.recurrence.backend = "cpu"
+        handle = mixer.g_proj.register_forward_pre_hook(lambda *_: None)
+        assert not decoding.fused(mixer, one, None)
+        handle.remove()
+        assert decoding.fused(mixer, one, None)
         with torch.autocast("cpu", torch.bfloat16):
             assert not decoding.fused(mixer, one, None)
         newton = DeltaNet(48, 2, 8, 8, preconditioner={"rule": "newton"})
         assert not decoding.fused(newton, one, None)
+
+
+def other_norm(mixer):
+    mixer.o_norm = RMSNorm(mixer.head_v_dim, 1e-6)
+
+
+def other_recurrence(mixer):
+    class Louder(Recurrence):
+        def forward(self, *arguments):
+            out, *rest = super().forward(*arguments)
+            return 2 * out, *rest
+
+    mixer.recurrence = Louder()
+
+
+def subclass(mixer):
+    class Louder(DeltaNet):
+        def read_out(self, o, x):
+            return 2 * super().read_out(o, x)
+
+    mixer.__class__ = Louder
+
+
+def wider_norm(mixer):
+    mixer.o_norm.double()
+
+
+@pytest.mark.parametrize("change", [other_norm, other_recurrence, subclass, wider_norm])
+def test_a_layer_that_was_changed_decodes_as_it_is_now(change):
+    mixer, x = make("osdn", torch.float32)
+    change(mixer)
+    with torch.no_grad():
+        whole, _ = mixer(x)
+        _, state = mixer(x[:, :-1], output_final_state=True)
+        last, _ = mixer(x[:, -1:], state)
+    torch.testing.assert_close(last, whole[:, -1:], rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_of_a_precision_that_the_step_cannot_read_take_the_layers_path():
+    """A norm in float32 in a mixer in float64, and a decay in float64 in one in float32."""
+    for dtype, other in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
+        mixer, x = make("gdn", dtype)
+        mixer.o_norm.to(other)
+        with torch.no_grad():
+            assert not decoding.fused(mixer, x[:, :1], None)
+        mixer, x = make("gdn", dtype)
+        mixer.A_log.data = mixer.A_log.data.to(other)
+        with torch.no_grad():
+            assert not decoding.fused(mixer, x[:, :1], None)
 
 
 @torch.no_grad()
@@ -213,6 +268,7 @@ def inputs(**changes):
         ({"state": torch.zeros(2, 2, 4, 5).bfloat16()}, "state has dtype"),
         ({"beta": torch.zeros(2, 2).bfloat16()}, "beta has dtype"),
         ({"k": torch.zeros(2, 8, dtype=torch.int32)}, "k has dtype"),
+        ({"norm": torch.zeros(5, dtype=torch.float64)}, "norm is torch.float64; with q in torch.float32 it"),
         ({"decay": torch.zeros(2, 2)}, "come together"),
         ({"gate": torch.zeros(2, 10)}, "activation is None"),
         (

@@ -327,6 +327,18 @@ def test_packed_sequences_are_each_alone(layer, preconditioner, shape):
         torch.testing.assert_close(MixerState(*(None if z is None else z[n : n + 1] for z in last)), end)
 
 
+def test_comba_survives_strong_decays_in_float16():
+    torch.manual_seed(0)
+    mixer = GatedDeltaNet(64, 2, 16, 16, update_rule="comba")
+    with torch.no_grad():
+        mixer.dt_bias.fill_(30.0)  # decays of exp(-30) and less
+        x = torch.randn(1, 20, 64)
+        want, _ = mixer(x)
+        got, _ = mixer.half()(x.half())
+    assert got.isfinite().all()
+    assert (got.float() - want).norm() < 0.01 * want.norm()
+
+
 def test_decay_parameters_start_in_their_ranges():
     torch.manual_seed(0)
     for layer, low in [(GatedDeltaNet, 0.0), (KimiDeltaAttention, 1.0)]:

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from osdn import OSDNConfig, OSDNForCausalLM
 from osdn.models import decoder
+from osdn.models.modeling_osdn import OSDNMLP
 from osdn.models.quantization import quantize
 from osdn.ops import available_backends
 from tests.ops.problems import relative_error, threads
@@ -46,7 +47,7 @@ def runs(monkeypatch):
 @torch.no_grad()
 def decode(model, monkeypatch=None, batch=BATCH, cache=None):
     """Logits of some tokens one by one, and the cache after them."""
-    ids = torch.arange(batch * (PROMPT + STEPS)).view(batch, -1) % model.config.vocab_size
+    ids = torch.arange(batch * (PROMPT + STEPS), device="cpu").view(batch, -1) % model.config.vocab_size
     cache = DynamicCache(config=model.config) if cache is None else cache
     model(ids[:, :PROMPT], past_key_values=cache)
     if monkeypatch is not None:  # layer by layer
@@ -161,6 +162,28 @@ def hook(model):
     model.model.layers[1].attn.o_proj.register_forward_hook(lambda module, args, y: 2 * y)
 
 
+def hook_block(model):
+    model.model.layers[1].register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def hook_mixer(model):
+    model.model.layers[0].attn.register_forward_pre_hook(lambda module, args: None)
+
+
+def hook_mlp(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def other_mlp(model):
+    class Doubled(OSDNMLP):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    weights = model.model.layers[0].mlp.state_dict()
+    model.model.layers[0].mlp = Doubled(model.config)
+    model.model.layers[0].mlp.load_state_dict(weights)
+
+
 def other_forward(model):
     norm = model.model.layers[0].attn_norm
     model.model.layers[0].attn_norm = torch.nn.Sequential(norm)
@@ -170,14 +193,36 @@ def other_backend(model):
     model.model.layers[0].attn.recurrence.backend = "chunkwise"
 
 
-@pytest.mark.parametrize("change", [hook, other_forward, other_backend])
-def test_whoever_needs_the_layers_gets_them(change, runs):
+@pytest.mark.parametrize(
+    "change", [hook, hook_block, hook_mixer, hook_mlp, other_mlp, other_forward, other_backend]
+)
+def test_whoever_needs_the_layers_gets_them(change, runs, monkeypatch):
     model = build()
     decode(model)
     runs.clear()
     change(model)
+    got, _ = decode(model)
+    assert runs == []
+    assert torch.equal(got, decode(model, monkeypatch)[0])
+
+
+def test_a_hook_that_is_removed_leaves_no_trace(runs):
+    model = build()
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
     decode(model)
     assert runs == []
+    handle.remove()
+    decode(model)
+    assert len(runs) == STEPS
+
+
+def test_the_default_device_does_not_matter(runs):
+    want, _ = decode(build())
+    model = build()
+    with torch.device("meta"):
+        got, _ = decode(model)
+    assert len(runs) == 2 * STEPS
+    assert torch.equal(got, want)
 
 
 @torch.no_grad()

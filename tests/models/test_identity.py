@@ -43,7 +43,8 @@ def test_a_preset_has_no_weights():
 def test_a_block_has_one_plain_delta_rule():
     plain = OSDNConfig.from_preset("delta_net-tiny")
     assert identify(plain, "x").baseline
-    for changed in ({"preconditioner": {}}, {"beta_bias": -2.0}, {"write_scale": 0.5}):
+    updates = ({"update_rule": "longhorn"}, {"update_rule": "product-2"})
+    for changed in ({"preconditioner": {}}, {"beta_bias": -2.0}, {"write_scale": 0.5}, *updates):
         other = identify(OSDNConfig.from_preset("delta_net-tiny", **changed), "x")
         assert not other.baseline
         assert other.block == identify(plain, "x").block

@@ -82,6 +82,15 @@ def test_from_pretrained_makes_the_large_layers_small(weights, tmp_path):
     assert torch.equal(again, steps[:, 9:])
 
 
+def test_large_layers_that_cannot_be_packed_are_named(caplog):
+    model = nn.ModuleDict({"fits": nn.Linear(64, 64), "head": nn.Linear(64, 100), "gate": nn.Linear(64, 2)})
+    quantize(model, "int4")
+    assert caplog.messages == [
+        "head in full precision: int4 needs outputs in multiples of 64 and inputs of 32"
+    ]
+    assert isinstance(model["fits"], Int4Linear)
+
+
 def test_what_cannot_be_done_is_refused(tmp_path):
     with pytest.raises(ValueError, match="weights is 'int2'; it must be one of int8, int4"):
         QuantizationConfig("int2")

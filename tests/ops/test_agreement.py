@@ -228,6 +228,20 @@ def test_keys_of_any_size_precondition_alike(backend, size):
     agrees(precondition_keys, problem, backend, torch.float32, want)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "chunkwise"])
+@pytest.mark.parametrize("retention", [0.999, 0.9999])
+def test_a_constant_retention_does_not_drift_over_thousands_of_tokens(backend, retention):
+    """Rounded to float32, 0.9999 would be off by 2e-8, and the scale by 1e-4 after 6,000 tokens."""
+    torch.manual_seed(0)
+    k = torch.nn.functional.normalize(torch.randn(1, 6000, 1, 8), dim=-1)
+    beta = torch.rand(1, 6000, 1)
+    options = {"eta": 1e-4, "retention": retention, "bounds": None}
+    want, final = precondition_keys(k.double(), beta.double(), **options, backend="chunkwise")
+    got, last = precondition_keys(k, beta, **options, backend=backend)
+    assert relative_error(got, want) < 1e-5
+    assert relative_error(last, final) < 1e-5
+
+
 @pytest.mark.parametrize("block", [1, 4, 16])
 def test_a_constant_retention_close_to_one_keeps_its_digits(block):
     """In float32, 1 - 0.9999 is wrong in the fourth digit, and over many tokens that adds up."""

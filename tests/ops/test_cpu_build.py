@@ -79,6 +79,15 @@ def test_without_kernels_there_is_one_warning_and_chunkwise(
     assert reason in out
 
 
+def test_a_compiler_that_cannot_be_started_means_chunkwise(tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_bytes(b"not a program")
+    broken.chmod(0o700)
+    out, _ = finish(start(XDG_CACHE_HOME=str(tmp_path), CXX=str(broken)))
+    assert out.startswith("chunkwise 1 ")
+    assert f"{broken} cannot be run (Exec format error); set CXX to another" in out
+
+
 # Below, a compiler that makes an empty library at once, writes down that it ran, and waits if told to.
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo 1; exit; fi

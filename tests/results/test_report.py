@@ -245,6 +245,21 @@ def test_a_model_that_was_trained_twice_gets_two_labels(tmp_path):
     assert sorted(labels) == ["OSDN tiny (a)", "OSDN tiny (b)"]
 
 
+def test_runs_of_one_name_in_progress_have_a_loss_curve_each(tmp_path):
+    for place in ("a", "b"):
+        model = identity("osdn-tiny", weights=None, checkpoint=f"{place}/model")
+        save_json(tmp_path / place / "training.json", {"kind": "training", **model.record()})
+        (tmp_path / place / "metrics.jsonl").write_bytes(b'{"step": 1, "tokens": 9, "loss": 2.0}\n\xff')
+    store = read_results([tmp_path])
+    assert sorted(store.labels().values()) == ["OSDN tiny (a/model)", "OSDN tiny (b/model)"]
+    assert [len(run.lines) for run in store.runs] == [1, 1]
+
+
+def test_a_contestant_that_diverged_is_named(tmp_path):
+    content = referee_content({("capacity", "osdn-newton", 1.0): (-math.inf, math.nan)})
+    assert verdicts(content)[1:] == ["Not finite in some seed, so not compared: OSDN-Newton on capacity."]
+
+
 def test_the_command_reads_folders_and_reports_missing_ones(runs, tmp_path):
     out = tmp_path / "r.html"
     done = CliRunner().invoke(app, ["report", str(runs), "--output", str(out)])

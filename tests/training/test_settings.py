@@ -76,6 +76,20 @@ def test_a_users_config_can_build_on_a_shipped_one_or_on_another_file(tmp_path, 
     assert "base" not in yaml.safe_load(second.to_yaml())
 
 
+def test_one_setting_of_a_preconditioner_can_be_replaced(tmp_path):
+    apf = load_settings("tiny/osdn-apf").model_config().preconditioner
+    changed = load_settings("tiny/osdn-apf", ["model.preconditioner.eta=0.01"]).model_config().preconditioner
+    assert apf["retention"] == "learned"
+    assert changed == apf | {"eta": 0.01}
+    (tmp_path / "own.yaml").write_text("base: tiny/osdn-apf\nmodel: {preconditioner: {eta: 0.01}}\n")
+    assert load_settings(tmp_path / "own.yaml").model_config().preconditioner == changed
+    newton = load_settings("tiny/osdn-apf", ["model.preconditioner={rule: newton}"]).model_config()
+    assert newton.preconditioner["rule"] == "newton"
+    assert newton.preconditioner["retention"] is None
+    plain = load_settings("tiny/osdn-apf", ["model.preconditioner=null"]).model_config()
+    assert plain.preconditioner is None
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

@@ -28,7 +28,7 @@ from osdn.ops import precondition_keys
 from osdn.results.losses import final_loss
 from osdn.training import trainer as module
 from osdn.training.memory import activation_bytes, check_memory
-from osdn.training.monitor import Metrics, measure
+from osdn.training.monitor import Metrics, Progress, measure
 from osdn.training.settings import load_settings
 from osdn.training.trainer import PackedTrainer, TrainingError, train
 from tests.training import hostile
@@ -298,6 +298,25 @@ def test_a_finished_run_is_left_alone_and_other_settings_are_rejected(write_conf
         with pytest.raises(ValueError, match=message):
             train(load_settings(write_config(**change)))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_a_run_without_a_checkpoint_can_start_with_other_settings(write_config, monkeypatch, tmp_path):
+    poison(monkeypatch, {1, 2})
+    with pytest.raises(TrainingError, match="not finite"):
+        train(load_settings(write_config(training={"max_skipped_steps": 0})))
+    monkeypatch.undo()
+    train(load_settings(write_config(training={"steps": 2}, data={"seq_len": 64})))
+    assert (tmp_path / "run" / "model").exists()
+
+
+def test_what_an_error_advises_can_be_changed_in_a_run(write_config, monkeypatch, tmp_path):
+    poison(monkeypatch, set(range(5, 13)))
+    with pytest.raises(TrainingError, match="max_skipped_steps"):
+        train(load_settings(write_config()))
+    monkeypatch.undo()
+    changes = {"max_skipped_steps": 9, "gradient_checkpointing": True}
+    train(load_settings(write_config(training=changes)))
+    assert Metrics.read(tmp_path / "run")[-1]["step"] == 12
 
 
 def test_extending_a_finished_run_warns_about_its_schedule(
@@ -633,6 +652,24 @@ def test_matrices_decay_and_vectors_do_not(preset, write_config):
     assert kinds <= {"A_log", "dt_bias", "bias", "norm"}
 
 
+@pytest.mark.parametrize("settings", [{"preconditioner": {"rule": "pgdn"}}, {"update_rule": "comba"}])
+def test_vectors_of_other_rules_do_not_decay_either(settings):
+    config = OSDNConfig.from_preset("gdn-tiny", **settings)
+    model = OSDNForCausalLM(config)
+    decayed = set(PackedTrainer.get_decay_parameter_names(None, model))
+    assert decayed == {name for name, p in model.named_parameters() if p.ndim > 1}
+    assert decayed != set(dict(model.named_parameters()))
+
+
+def test_the_progress_bar_is_gone_after_an_error(write_config, monkeypatch):
+    bars = []
+    monkeypatch.setattr(module, "Progress", lambda: bars.append(Progress()) or bars[0])
+    poison(monkeypatch, {1})
+    with pytest.raises(TrainingError):
+        train(load_settings(write_config(training={"max_skipped_steps": 0})))
+    assert not bars[0].bar.live.is_started
+
+
 def test_a_vocabulary_that_is_too_small_is_rejected_and_nothing_is_written(write_config, tmp_path):
     with pytest.raises(ValueError, match=r"has 257 tokens, but model\.vocab_size is 100; set it to 257"):
         train(load_settings(write_config(model={"vocab_size": 100})))
@@ -742,6 +779,16 @@ def test_diagnostics_are_the_ratios_of_losses_before_and_after_each_write(write_
     assert {"residual_ratio/0", "residual_ratio/1", "scale_median/1"} <= set(lines[0])
     assert 0.5 <= lines[0]["scale_low/0"] <= lines[0]["scale_median/0"] <= lines[0]["scale_high/0"] <= 2
     assert "residual_ratio/0" not in lines[1]
+
+
+def test_diagnostics_count_the_layers_of_a_hybrid(write_config, tmp_path):
+    types = ["full_attention", *["linear_attention"] * 3]
+    model = {"preset": "osgdn-apf-hybrid-tiny", "vocab_size": 260, "layer_types": types}
+    train(load_settings(write_config(model=model, logging={"diagnostics_every": 1}, training={"steps": 1})))
+    [line] = Metrics.read(tmp_path / "run")
+    assert {name for name in line if name.startswith("residual_ratio")} == {
+        f"residual_ratio/{i}" for i in (1, 2, 3)
+    }
 
 
 def residual_ratio(mixer: TokenMixer, x, cuts):

@@ -24,6 +24,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def readable(dtype: torch.dtype, inputs: torch.dtype) -> bool:
+    """Whether a kernel for such inputs reads parameters of `dtype`: as it computes, or 16 bits as float32."""
+    return dtype == wide(inputs) or (dtype in HALVES and wide(inputs) == torch.float32)
+
+
 def bind(
     dtype: torch.dtype, prefix: str, fields: Iterable[str], size: int, names: Iterable[str]
 ) -> list[Kernel]:

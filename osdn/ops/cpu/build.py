@@ -1,9 +1,9 @@
 """Compiles kernels.cpp on first use and keeps the result.
 
-The library has no dependency but OpenMP, so one compiler call of a few seconds makes it.  It is cached under
-a name that is a digest of the source, the compiler, its flags and the CPU, so that an upgraded compiler or a
-home directory shared by different machines cannot mix up each other's files.  What is loaded runs with the
-user's rights: the cache must be a folder that only the user can write to, and a library must match the
+The library has no dependency but OpenMP, so one compiler call of about 20 seconds makes it.  It is cached
+under a name that is a digest of the source, the compiler, its flags and the CPU, so that an upgraded compiler
+or a home directory shared by different machines cannot mix up each other's files.  What is loaded runs with
+the user's rights: the cache must be a folder that only the user can write to, and a library must match the
 SHA-256 that was stored when it was compiled.
 """
 
@@ -95,15 +95,19 @@ def _cpu() -> list[str]:
 
 def _run(command: list[str], **environment: str) -> "subprocess.CompletedProcess[str]":
     """Runs a compiler, whose output may be in any encoding, and stops all of its processes if it hangs."""
-    with subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        start_new_session=True,
-    ) as process:
+    try:
+        started = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run ({error.strerror}); set CXX to another") from error
+    with started as process:
         try:
             out, err = process.communicate(timeout=TIMEOUT)
         except BaseException as error:

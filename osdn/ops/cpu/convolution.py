@@ -127,7 +127,7 @@ def _geometry(x: Tensor, taps: Tensor, cuts: Tensor | None, silu: bool) -> tuple
     segments = [(n, t) for n, length in enumerate(lengths) for t in range(0, length, SEGMENT)]
     integers = dict(zip(("x_batch", "x_token", "x_channel"), x.stride()))
     integers |= {"N": len(lengths), "T": T, "D": D, "W": len(taps), "S": len(segments), "silu": silu}
-    return integers, torch.tensor(segments, dtype=torch.int64).view(-1, 2)
+    return integers, torch.tensor(segments, dtype=torch.int64, device="cpu").view(-1, 2)
 
 
 def _forward(

@@ -79,7 +79,7 @@ def _run(
 
 
 def _forward(x: Tensor, rate: Tensor, bias: Tensor | None, bound: float, bounded: bool) -> Tensor:
-    out = torch.empty(x.shape, dtype=wide(x.dtype))
+    out = x.new_empty(x.shape, dtype=wide(x.dtype))
     _run(x, rate, bias, None, (out, None, None), bound, bounded)
     return out
 
@@ -99,7 +99,7 @@ def _decay_backward(
     """Gradients of x, the rate and the bias."""
     C = x.shape[-1]
     items = -(-x.numel() // C // DECAYS_PER_ITEM) if x.numel() else 0
-    grad_x, sums = torch.empty(x.shape, dtype=x.dtype), rate.new_empty(items, 2, C)
+    grad_x, sums = x.new_empty(x.shape), rate.new_empty(items, 2, C)
     _run(x, rate, bias, grad, (None, grad_x, sums), bound, bounded)
     total = sums.sum(0)
     return [grad_x, total[0].clone(), total[1].clone()]

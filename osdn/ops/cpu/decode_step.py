@@ -15,7 +15,7 @@ from torch import Tensor
 
 from osdn.ops import checks, tracing
 from osdn.ops.cpu import compiled
-from osdn.ops.cpu.binding import Kernel, bind, call, element, wide
+from osdn.ops.cpu.binding import Kernel, bind, call, element, readable, wide
 
 # `struct Step` in decode_step.h: these pointers, then integers, then numbers.
 INPUTS = (
@@ -35,8 +35,8 @@ GATES = {None: 0, "silu": 1, "sigmoid": 2}
 class StepInputs(NamedTuple):
     """The tensors of a step of N sequences.
 
-    They have one dtype, except that parameters (`norm`; `A_log` and `dt_bias`) may have others.  `decay` and
-    `retention` have one number per head or per key channel.
+    They have one dtype, except that parameters (`norm`; `A_log` and `dt_bias`) may be in float32 or 16 bits
+    if it is not float64.  `decay` and `retention` have one number per head or per key channel.
     """
 
     q: Tensor  # [N, H * K], the projections, before their convolutions
@@ -131,8 +131,14 @@ def check(x: StepInputs, settings: StepSettings) -> None:
         if y is not None and (y.shape != shape or y.dtype != expected_dtype or y.device.type != "cpu"):
             checks.tensor(name, y, shape, "as q, q_taps and state have it", torch.device("cpu"))
             raise ValueError(f"{name} has dtype {y.dtype}; with q in {dtype} it must be {expected_dtype}")
-    if dtype not in checks.FLOATS or x.norm.dtype not in checks.FLOATS or steps not in checks.FLOATS:
-        raise ValueError(f"q, norm and A_log are {dtype}, {x.norm.dtype} and {steps}; they must be floats")
+    if dtype not in checks.FLOATS:
+        raise ValueError(f"q is {dtype}; it must be float32, bfloat16, float16 or float64")
+    for name, parameter in (("norm", x.norm), ("A_log", x.A_log)):
+        if parameter is not None and not readable(parameter.dtype, dtype):
+            raise ValueError(
+                f"{name} is {parameter.dtype}; with q in {dtype} it must be {states}"
+                + (", bfloat16 or float16" if states == torch.float32 else "")
+            )
     if settings.activation not in GATES or (x.gate is None) != (settings.activation is None):
         raise ValueError(f'activation is {settings.activation!r}; a gate needs "silu" or "sigmoid"')
     if (x.decay is None) != (x.A_log is None) or (x.decay is None) != (x.dt_bias is None):

@@ -51,7 +51,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _forward(x: Tensor, unit: bool, eps: float) -> Tensor:
-    out = torch.empty(x.shape, dtype=wide(x.dtype))
+    out = x.new_empty(x.shape, dtype=wide(x.dtype))
     _run(False, _rows(x), None, out, unit, eps)
     return out
 
@@ -66,7 +66,7 @@ def _(x, unit, eps):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("osdn::cpu_normalize_backward", mutates_args=(), device_types="cpu")
 def _normalize_backward(x: Tensor, grad: Tensor, unit: bool, eps: float) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     _run(True, _rows(x), grad.resolve_neg().contiguous(), out, unit, eps)
     return out
 

@@ -22,6 +22,10 @@ struct Retention {
     INLINE R at(int64_t t) const {
         return call.retention_kind == 1 ? *head.per_head(call.retention, t) : R(call.constant_retention);
     }
+    // What R cannot hold of a constant: thousands of tokens would add it up.  It counts before a sum is rounded.
+    INLINE R rest() const {
+        return call.retention_kind ? R(0) : R(call.constant_retention - double(R(call.constant_retention)));
+    }
     INLINE Vec<R> at(int64_t t, int i, R constant) const {
         if (call.retention_kind < 2) return splat(constant);
         Vec<R> r[1];
@@ -72,11 +76,11 @@ public:
     // One token: the write key from the scale d, and the scale advanced to `next`.
     INLINE Feedback<R> step(const R* d, R* next, const R* k, R* w, int64_t t) const {
         const Feedback<R> f = feedback(d, k, *head.per_head(call.beta, t));
-        const R r = retention.at(t);
+        const R r = retention.at(t), rest = retention.rest();
         for (int i = 0; i < Kp; i += W<R>) {
             const Vec<R> x = load(k + i), d_i = load(d + i);
             store(w + i, d_i * x);
-            store(next + i, clip(retention.at(t, i, r) * d_i + f.step * (x * x)));
+            store(next + i, clip(retention.at(t, i, r) * d_i + (rest * d_i + f.step * (x * x))));
         }
         return f;
     }
@@ -84,11 +88,11 @@ public:
     // on exit of the scale before it; the key's gradient is added to grad_k.
     INLINE void step_back(const Feedback<R>& f, const R* d, const R* k, const R* grad_w, R* grad_d, R* grad_k,
                           int64_t t) const {
-        const R r = retention.at(t), eta = R(call.eta), m = 1 - f.b * f.dot;
+        const R r = retention.at(t), rest = retention.rest(), eta = R(call.eta), m = 1 - f.b * f.dot;
         Vec<R> to_step = {}, to_r = {};
         for (int i = 0; i < Kp; i += W<R>) {
             const Vec<R> x = load(k + i), x2 = x * x, d_i = load(d + i), r_i = retention.at(t, i, r);
-            const Vec<R> d_raw = r_i * d_i + f.step * x2;
+            const Vec<R> d_raw = r_i * d_i + (rest * d_i + f.step * x2);
             Vec<R> g = load(grad_d + i);
             g = (d_raw >= R(call.low)) & (d_raw <= R(call.high)) ? g : Vec<R>{};  // torch.clamp's rule
             store(grad_d + i, g);
@@ -107,7 +111,7 @@ public:
         for (int i = 0; i < Kp; i += W<R>) {
             const Vec<R> x = load(k + i), d_i = load(d + i), gw = load(grad_w + i), g = load(grad_d + i);
             const Vec<R> g_x2 = g * f.step + g_dot * d_i + g_norm;
-            store(grad_d + i, retention.at(t, i, r) * g + gw * x + g_dot * (x * x));
+            store(grad_d + i, retention.at(t, i, r) * g + (rest * g + gw * x) + g_dot * (x * x));
             store(grad_k + i, load(grad_k + i) + gw * d_i + 2 * x * g_x2);
         }
     }

@@ -23,15 +23,17 @@ public:
     // A <- r A + gain k², then w = M k with M = exp(-log_squash softsign(log(A + eps) - center)).  For the reverse,
     // `kept` [2, Kp] receives M and dM / dA.
     INLINE void step(const R* A, R* next, R* kept, const R* k, R* w, int64_t t) const {
-        const R r = retention.at(t), gain = *head.per_head(call.gain, t), strength = -R(call.log_squash);
+        const R r = retention.at(t), rest = retention.rest(), gain = *head.per_head(call.gain, t);
+        const R strength = -R(call.log_squash);
         for (int i = 0; i < Kp; i += W<R>) {
-            const Vec<R> k_i = load(k + i), after = retention.at(t, i, r) * load(A + i) + gain * (k_i * k_i);
+            const Vec<R> k_i = load(k + i), A_i = load(A + i);
+            const Vec<R> after = retention.at(t, i, r) * A_i + (rest * A_i + gain * (k_i * k_i));
             const Vec<R> sum = after + R(call.eps), often = logarithm<R>(sum) - center;
             const Vec<R> inverse = reciprocal<R>(1 + magnitude<R>(often));
             const Vec<R> M = exponential<R>(strength * often * inverse);
             store(next + i, after);
             store(w + i, M * k_i);
-            if (kept) {  // null if the loss does not depend on the write keys
+            if (kept) {  // null if no reverse follows
                 store(kept + i, call.grad_out ? M : Vec<R>{});
                 store(kept + Kp + i, call.grad_out ? strength * M * inverse * inverse / sum : Vec<R>{});
             }
@@ -39,7 +41,7 @@ public:
     }
     INLINE void step_back(const R* A, const R* kept, const R* k, const R* grad_w, R* grad_A, R* grad_k,
                           int64_t t) const {
-        const R r = retention.at(t), gain = *head.per_head(call.gain, t);
+        const R r = retention.at(t), rest = retention.rest(), gain = *head.per_head(call.gain, t);
         Vec<R> to_gain = {}, to_r = {}, to_center = {};
         for (int i = 0; i < Kp; i += W<R>) {
             const Vec<R> k_i = load(k + i), k2 = k_i * k_i, gw = load(grad_w + i), A_i = load(A + i);
@@ -52,7 +54,7 @@ public:
                 const Vec<R> out[1] = {g * A_i};
                 stream_some<R, 1>(head.per_key(call.grad_retention, t) + i, std::min(K - i, W<R>), out);
             }
-            store(grad_A + i, r_i * g);
+            store(grad_A + i, r_i * g + rest * g);
             store(grad_k + i, load(grad_k + i) + gw * load(kept + i) + 2 * gain * k_i * g);
         }
         if (call.grad_retention && call.retention_kind == 1) *head.per_head(call.grad_retention, t) = total<R>(to_r);

@@ -19,14 +19,20 @@ def available(device: str | torch.device = "cuda") -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     if torch.device(device).type == "cuda":
-        return torch.cuda.is_available()
+        return torch.cuda.is_available() and _new_enough(device)
     return torch.device(device).type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _new_enough(device: str | torch.device) -> bool:
+    """Products of TF32 and bfloat16, which the kernels use, began with NVIDIA's Ampere."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def precondition_keys(k: Tensor, phase1: Phase1, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     from osdn.ops.triton import autograd
 
     if isinstance(phase1.rule, Newton) and phase1.rule.block_size > 1:  # for which there is no kernel
+        autograd._check_dtype(k)
         w, final = chunkwise.precondition_keys(k.float(), phase1, cu_seqlens)
         return w.to(k.dtype), final
     return autograd.precondition_keys(k, phase1, cu_seqlens)

@@ -44,7 +44,7 @@ class Covariance {
     template <Layout L>
     INLINE Vec<R> spread(const R* x, Vec<R> own, int j, int i, int start, Int lanes) const {
         if constexpr (L == DIAGONAL) return own;
-        if constexpr (L == WITHIN) return __builtin_shuffle(own, lanes + j);
+        if constexpr (L == WITHIN) return pick<R>(own, lanes + j);
         if constexpr (L == ACROSS) return splat(x[start + j]);
         Vec<R> out = {};
         for (int m = 0; m < W<R> && i + m < K; m++) out[m] = x[(i + m) / b * b + j];

@@ -132,19 +132,40 @@ INLINE void stream_some(R* p, int n, const Vec<R> (&x)[NV]) {
         store_some<R, NV>(p, n, x);
     }
 }
-// Half vectors: the elements at even and odd places of two vectors, or the two halves of one.
+// The elements with the numbers I, which count through a and then b.
 template <class R, int... I>
-INLINE auto evens(Vec<R> a, Vec<R> b, std::integer_sequence<int, I...>) {
-    return __builtin_shufflevector(a, b, (I % 2 ? W<R> + I - 1 : I)...);
+INLINE Vec<R> shuffle(Vec<R> a, Vec<R> b) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, I...);
+#else  // GCC has __builtin_shufflevector only since version 12
+    return __builtin_shuffle(a, b, typename Bits<R>::type{I...});
+#endif
 }
-template <class R, int... I>
-INLINE auto odds(Vec<R> a, Vec<R> b, std::integer_sequence<int, I...>) {
-    return __builtin_shufflevector(a, b, (I % 2 ? W<R> + I : I + 1)...);
+// The elements of x at places between 0 and W - 1 that only the running program knows.
+template <class R>
+INLINE Vec<R> pick(Vec<R> x, typename Bits<R>::type places) {
+#ifdef __clang__
+    Vec<R> out;
+    for (int i = 0; i < W<R>; i++) out[i] = x[places[i]];
+    return out;
+#else
+    return __builtin_shuffle(x, places);
+#endif
 }
-template <class V, int... I>
+// With a and b cut into blocks of N elements: the even or the odd blocks of both in turn, a0 b0 a2 b2 or a1 b1 a3 b3.
+template <class R, int N, int... I>
+INLINE Vec<R> evens(Vec<R> a, Vec<R> b, std::integer_sequence<int, I...>) {
+    return shuffle<R, (I & N ? W<R> + I - N : I)...>(a, b);
+}
+template <class R, int N, int... I>
+INLINE Vec<R> odds(Vec<R> a, Vec<R> b, std::integer_sequence<int, I...>) {
+    return shuffle<R, (I & N ? W<R> + I : I + N)...>(a, b);
+}
+template <class R, class V, int... I>
 INLINE auto add_halves(V x, std::integer_sequence<int, I...>) {
     constexpr int half = sizeof...(I);
-    return __builtin_shufflevector(x, x, I...) + __builtin_shufflevector(x, x, (half + I)...);
+    typedef R Half __attribute__((vector_size(half * sizeof(R))));
+    return Half{x[I]...} + Half{x[half + I]...};
 }
 // Sum of the elements.
 template <class R, int N = W<R>, class V = Vec<R>>
@@ -152,13 +173,13 @@ INLINE R total(V x) {
     if constexpr (N == 2)
         return x[0] + x[1];
     else
-        return total<R, N / 2>(add_halves(x, std::make_integer_sequence<int, N / 2>{}));
+        return total<R, N / 2>(add_halves<R>(x, std::make_integer_sequence<int, N / 2>{}));
 }
 // The sums of four vectors, for little more than the cost of one.
 template <class R, int N, class V>
 INLINE void store_pairs(V x, R (&out)[4]) {
     if constexpr (N > 4)
-        store_pairs<R, N / 2>(add_halves(x, std::make_integer_sequence<int, N / 2>{}), out);
+        store_pairs<R, N / 2>(add_halves<R>(x, std::make_integer_sequence<int, N / 2>{}), out);
     else {
         UNROLL
         for (int i = 0; i < 4; i++) out[i] = x[i];
@@ -168,16 +189,9 @@ template <class R>
 INLINE void totals(const Vec<R> (&x)[4], R (&out)[4]) {
     if constexpr (W<R> >= 8) {
         constexpr auto all = std::make_integer_sequence<int, W<R>>{};
-        const Vec<R> ab = evens<R>(x[0], x[1], all) + odds<R>(x[0], x[1], all);  // a b a b ...
-        const Vec<R> cd = evens<R>(x[2], x[3], all) + odds<R>(x[2], x[3], all);
-        using Index = typename Bits<R>::type;
-        Index low, high;
-        UNROLL
-        for (int i = 0; i < W<R>; i++) {
-            low[i] = i % 4 < 2 ? i : W<R> + i - 2;
-            high[i] = i % 4 < 2 ? i + 2 : W<R> + i;
-        }
-        store_pairs<R, W<R>>(__builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high), out);  // a b c d ...
+        const Vec<R> ab = evens<R, 1>(x[0], x[1], all) + odds<R, 1>(x[0], x[1], all);  // a b a b ...
+        const Vec<R> cd = evens<R, 1>(x[2], x[3], all) + odds<R, 1>(x[2], x[3], all);
+        store_pairs<R, W<R>>(evens<R, 2>(ab, cd, all) + odds<R, 2>(ab, cd, all), out);  // a b c d ...
     } else {
         UNROLL
         for (int i = 0; i < 4; i++) out[i] = total<R>(x[i]);
@@ -352,19 +366,13 @@ INLINE void contract(const R* X, int64_t ld, int rows, int columns, const R* z, 
 // W x W transpose: exchange the off-diagonal blocks of size 1, 2, 4, ... in turn.
 template <class R, int HALF>
 INLINE void exchange(Vec<R> (&x)[W<R>]) {
-    using Index = typename Bits<R>::type;
-    Index low, high;
-    UNROLL
-    for (int i = 0; i < W<R>; i++) {
-        low[i] = i & HALF ? W<R> + i - HALF : i;
-        high[i] = i & HALF ? W<R> + i : i + HALF;
-    }
+    constexpr auto all = std::make_integer_sequence<int, W<R>>{};
     UNROLL
     for (int i = 0; i < W<R>; i++)
         if (!(i & HALF)) {
             const Vec<R> a = x[i], b = x[i + HALF];
-            x[i] = __builtin_shuffle(a, b, low);
-            x[i + HALF] = __builtin_shuffle(a, b, high);
+            x[i] = evens<R, HALF>(a, b, all);
+            x[i + HALF] = odds<R, HALF>(a, b, all);
         }
     if constexpr (HALF * 2 < W<R>) exchange<R, HALF * 2>(x);
 }

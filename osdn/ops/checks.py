@@ -87,17 +87,17 @@ def dense(name: str, x: Any, layout: str) -> None:
         raise ValueError(f"{name} is a sparse or nested tensor; it must be a dense one of shape {layout}")
 
 
-def tensor(name: str, x: Any, shape: tuple[int, ...], layout: str, device: torch.device) -> None:
-    """`x` is a floating tensor of this shape on this device."""
+def tensor(
+    name: str, x: Any, shape: tuple[int, ...], layout: str, device: torch.device, other: str = "k"
+) -> None:
+    """`x` is a floating tensor of this shape on this device, where `other` is."""
     dense(name, x, layout)
     if x.shape != shape:
         raise ValueError(f"{name} has shape {list(x.shape)}; it must be {layout} = {list(shape)}")
     if x.dtype not in FLOATS:
         raise ValueError(f"{name} has dtype {x.dtype}; it must be float32, bfloat16, float16 or float64")
     if x.device != device:
-        raise ValueError(
-            f"{name} is on {x.device}, but another tensor is on {device}; move them to one device"
-        )
+        raise ValueError(f"{name} is on {x.device} but {other} is on {device}; move them to one device")
 
 
 def keys(k: Any) -> tuple[int, int, int, int]:

@@ -73,11 +73,11 @@ def short_convolution(
         raise ValueError(f"weight has shape {list(weight.shape)}; it must be [D, W] with D = {D}, W >= 1")
     W = weight.shape[1]
     N = checks.sequence_count(cu_seqlens, B)
-    checks.tensor("weight", weight, (D, W), "[D, W]", x.device)
+    checks.tensor("weight", weight, (D, W), "[D, W]", x.device, "x")
     if bias is not None:
-        checks.tensor("bias", bias, (D,), "[D]", x.device)
+        checks.tensor("bias", bias, (D,), "[D]", x.device, "x")
     if tail is not None:
-        checks.tensor("tail", tail, (N, W - 1, D), "[N, W - 1, D]", x.device)
+        checks.tensor("tail", tail, (N, W - 1, D), "[N, W - 1, D]", x.device, "x")
     dtype = wide(x.dtype)
     taps = weight.flip(1).t().to(dtype).contiguous()  # [W, D], the newest input's first
     bias = None if bias is None else bias.to(dtype)

@@ -46,7 +46,7 @@ def log_decay(x: Tensor, rate: Tensor, bias: Tensor | None = None, bound: float 
     dtype = wide(x.dtype)
     for name, y in (("rate", rate), ("bias", bias)):
         if y is not None:
-            checks.tensor(name, y, (x.shape[-1],), "[C]", x.device)
+            checks.tensor(name, y, (x.shape[-1],), "[C]", x.device, "x")
     rate = rate.to(dtype).view(-1)  # a parameter is no plain tensor, a view of one is
     bias = None if bias is None else bias.to(dtype).view(-1)
     arguments = (x, rate, bias, 0.0 if bound is None else float(bound), bound is not None)

@@ -129,7 +129,7 @@ def check(x: StepInputs, settings: StepSettings) -> None:
     dtypes = (*[dtype] * 10, x.norm.dtype, states, states, dtype, dtype, steps, steps, dtype)
     for name, y, shape, expected_dtype in zip(INPUTS, x, expected, dtypes):
         if y is not None and (y.shape != shape or y.dtype != expected_dtype or y.device.type != "cpu"):
-            checks.tensor(name, y, shape, "as q, q_taps and state have it", torch.device("cpu"))
+            checks.tensor(name, y, shape, "as q, q_taps and state have it", torch.device("cpu"), "the kernel")
             raise ValueError(f"{name} has dtype {y.dtype}; with q in {dtype} it must be {expected_dtype}")
     if dtype not in checks.FLOATS:
         raise ValueError(f"q is {dtype}; it must be float32, bfloat16, float16 or float64")

@@ -56,7 +56,7 @@ def gated_rms_norm(
         raise ValueError(
             f"activation is {activation!r}; it must be 'silu' or 'sigmoid' with a gate, and None without"
         )
-    checks.tensor("weight", weight, (x.shape[-1],), "[D]", x.device)
+    checks.tensor("weight", weight, (x.shape[-1],), "[D]", x.device, "x")
     if gate is not None and (gate.shape, gate.dtype, gate.device) != (x.shape, x.dtype, x.device):
         raise ValueError(
             f"gate is {gate.dtype}, {list(gate.shape)}, on {gate.device}; it must be like x, {x.dtype}, "

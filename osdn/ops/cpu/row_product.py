@@ -63,10 +63,10 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
             f"x {list(x.shape)} and weight {list(weight.shape)} do not fit; they must be [..., K] and [N, K]"
         )
     N, K = weight.shape
-    checks.tensor("weight", weight, (N, K), "[N, K]", x.device)
+    checks.tensor("weight", weight, (N, K), "[N, K]", x.device, "x")
     tensors = {"x": x, "weight": weight}
     if bias is not None:
-        checks.tensor("bias", bias, (N,), "[N]", x.device)
+        checks.tensor("bias", bias, (N,), "[N]", x.device, "x")
         tensors["bias"] = bias
     checks.same_dtype(**tensors)
     rows = x.numel() // K

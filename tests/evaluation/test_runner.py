@@ -108,6 +108,28 @@ def test_scores_by_document_are_saved_for_paired_differences(evaluated):
     assert "by_document" not in recall["tasks"]["fda"]
 
 
+def test_scores_are_in_the_order_of_the_documents(osdn, mirror, tmp_path, monkeypatch, evaluated):
+    """Several processes return their documents one process after another."""
+    original = harness.lm_eval.evaluate
+
+    def one_after_another(*args, **kwargs):
+        output = original(*args, **kwargs)
+        for samples in output["samples"].values():
+            samples.sort(key=lambda sample: (sample["doc_id"] % 2, sample["doc_id"]))
+        return output
+
+    monkeypatch.setattr(harness.lm_eval, "evaluate", one_after_another)
+    done = run(osdn, "--suite", "ppl", "--data-dir", mirror, "--output", tmp_path)
+    assert done.exit_code == 0, done.output
+    before, after = (
+        json.loads((folder / "ppl.json").read_text())["tasks"] for folder in (evaluated[0], tmp_path)
+    )
+    for task in ("wikitext", "lambada_openai"):
+        assert after[task]["by_document"] == before[task]["by_document"]
+        (values,) = after[task]["by_document"].values()
+        assert len({str(value) for value in values}) == 3  # so that their order shows
+
+
 def test_the_report_reads_the_files(evaluated):
     output, _ = evaluated
     scores = compare(read_results([output]))[0].models[0].scores

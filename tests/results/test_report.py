@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 from osdn.analysis.diagnose import diagnose
 from osdn.analysis.prompts import Prompt
 from osdn.cli import app
-from osdn.results.columns import MAIN, PG19, TABLES
+from osdn.results import report
+from osdn.results.columns import DIAGNOSTIC, MAIN, PG19, TABLES
 from osdn.results.comparison import compare, figures, heading, tables
 from osdn.results.paper import BUCKETS
 from osdn.results.referee_page import verdicts
 from osdn.results.report import write_report
 from osdn.results.scores import COMMONSENSE
-from osdn.results.store import read_results, save_json
+from osdn.results.store import Run, Store, read_results, save_json
 from tests.browser import CHROMIUM, DRIVER, browser
 from tests.models.variants import make, tokens
 from tests.results.files import identity, referee_content, save_evaluation, save_throughput
@@ -255,7 +256,16 @@ def test_runs_of_one_name_in_progress_have_a_loss_curve_each(tmp_path):
     assert [len(run.lines) for run in store.runs] == [1, 1]
 
 
-def test_a_contestant_that_diverged_is_named(tmp_path):
+def test_the_figure_of_a_model_shows_its_newest_diagnosis(tmp_path, monkeypatch):
+    store = Store(diagnoses=[(identity("osdn-tiny"), {"date": date}) for date in ("2026-02", "2026-01")])
+    store.runs = [Run(identity("osdn-tiny"), tmp_path, [])]
+    shown = {}
+    monkeypatch.setattr(report.plots, "diagnosis", lambda newest: shown.update(newest) or {})
+    report._figures(DIAGNOSTIC, [], store)
+    assert shown == {"OSDN tiny": {"date": "2026-02"}}
+
+
+def test_a_contestant_that_diverged_is_named():
     content = referee_content({("capacity", "osdn-newton", 1.0): (-math.inf, math.nan)})
     assert verdicts(content)[1:] == ["Not finite in some seed, so not compared: OSDN-Newton on capacity."]
 

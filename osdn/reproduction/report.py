@@ -4,7 +4,7 @@ A cell is a mean over seeds with half of its 95 % interval; a second table has t
 block's baseline.  The paper's figures at 340M stand below each model, in grey.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -55,6 +55,7 @@ class Spec:
     columns: tuple[Shown, ...]
     printed: paper.Printed | None = None
     ablations: bool = False  # only those and what they change
+    figures: str = ""  # what the names of the figures below its tables begin with
 
 
 _LM = Shown("validation", "lm_ppl", "lm_ppl", 2, True)
@@ -104,6 +105,7 @@ SPECS = (
             Shown("2nd reading", "q_second_reading", less=True),
         ),
         paper.RESIDUALS,
+        figures="residual_ratio",
     ),
     Spec(
         "Long documents by position",
@@ -112,6 +114,7 @@ SPECS = (
             *(Shown(f"{2 * i}–{2 * i + 2}K", b, b, 2, True) for i, b in enumerate(BUCKETS)), _LONG, _DRIFT,
         ),
         paper.PG19,
+        figures="long_documents",
     ),
     Spec(
         "Ablations",
@@ -124,6 +127,7 @@ SPECS = (
         "Training loss",
         "The mean over the last tenth of the steps.",
         (Shown("final", "final_loss", less=True),),
+        figures="loss",
     ),
 )  # fmt: skip
 ABSENT = (
@@ -136,13 +140,19 @@ def write_report(content: Content, folder: Path) -> list[Path]:
     """The page, the tables in Markdown, the figures, and the tables inside `folder.md` if it has a place."""
     folder.mkdir(parents=True, exist_ok=True)
     drawings = figures(content)
-    (folder / TABLES).write_text(tables_in_markdown(content), encoding="utf-8")
+    (folder / TABLES).write_text(in_markdown(content), encoding="utf-8")
     paths = [_page(content, drawings, folder / PAGE), folder / TABLES]
     paths += save({name: drawing for name, (drawing, _) in drawings.items()}, folder, ("svg",))
     document = folder.with_suffix(".md")
-    if fill(document, COMMAND, tables_in_markdown(content)):
+    if fill(document, COMMAND, part_of_document(content, folder)):
         paths.append(document)
     return paths
+
+
+def part_of_document(content: Content, folder: Path) -> str:
+    """What stands in the document next to the folder: the tables, one level lower, with the figures."""
+    captions = {f"{folder.name}/{name}.svg": caption for name, (_, caption) in figures(content).items()}
+    return in_markdown(content, 3, captions)
 
 
 def lead(content: Content) -> str:
@@ -161,11 +171,18 @@ def lead(content: Content) -> str:
     )
 
 
-def tables_in_markdown(content: Content) -> str:
-    """The whole report without its figures."""
-    parts = [lead(content), "## What shows", RULE]
-    parts.append("\n".join(f"- **{heading}**: {claims}" for heading, claims in summary(content)))
-    return "\n\n".join([*parts, markdown(tables(content)).rstrip(), ABSENT]) + "\n"
+def in_markdown(content: Content, level: int = 2, captions: Mapping[str, str] | None = None) -> str:
+    """The report with headings of this level, and with the figures whose files and captions are given."""
+    verdicts = "\n".join(f"- **{heading}**: {claims}" for heading, claims in summary(content))
+    parts = [lead(content), f"{'#' * level} What shows", RULE, verdicts]
+    for part in sections(content):
+        for item in part.items:
+            if isinstance(item, Table):
+                parts.append(markdown([item], level).rstrip())
+            else:
+                known = (captions or {}).items()
+                parts += [f"![{text}]({file})" for file, text in known if Path(file).stem.startswith(item)]
+    return "\n\n".join([*parts, ABSENT]) + "\n"
 
 
 def summary(content: Content) -> Iterator[tuple[str, str]]:
@@ -207,11 +224,25 @@ def _share(x: float | None) -> str:
     return number(x, 1, True) if x is not None and np.isfinite(x) else NONE
 
 
-def tables(content: Content) -> list[Table]:
-    """The paper's tables in its order, then what it leaves open, speed and sizes."""
-    paper_tables = [claim_table(content), *(t for spec in SPECS for t in spec_tables(content, spec))]
+@dataclass(frozen=True)
+class Section:
+    title: str
+    items: tuple[Table | str, ...]  # a string is what the names of figures begin with
+
+
+def sections(content: Content) -> list[Section]:
+    """The claims, the paper's tables in its order, then what it leaves open, speed and sizes."""
+    claims = claim_table(content)
+    parts = [Section(claims.title, ("claims", claims))]
+    for spec in SPECS:
+        if made := spec_tables(content, spec):
+            parts.append(Section(spec.title, (*made, spec.figures) if spec.figures else tuple(made)))
     more = (answer_table(content), speed_table(content), size_table(content))
-    return [*paper_tables, *(t for t in more if t.rows)]
+    return parts + [Section(t.title, (t,)) for t in more if t.rows]
+
+
+def tables(content: Content) -> list[Table]:
+    return [item for part in sections(content) for item in part.items if isinstance(item, Table)]
 
 
 def spec_tables(content: Content, spec: Spec) -> list[Table]:
@@ -340,31 +371,19 @@ def _page(content: Content, drawings: dict[str, tuple[Figure, str]], path: Path)
     items = "".join(
         f"<li><b>{escape(heading)}</b>: {escape(text)}</li>" for heading, text in summary(content)
     )
-    claims = [figure(*drawings["claims"])] if "claims" in drawings else []
-    body = [
-        f'<ul class="verdicts">{items}</ul><p class="note">{escape(RULE)}</p>',
-        section("The paper's claims", *claims, table(claim_table(content), heading=False)),
-    ]
-    for spec in SPECS:
-        if parts := [table(t, heading=i > 0) for i, t in enumerate(spec_tables(content, spec))]:
-            below = FIGURES.get(spec.title)
-            placed = [figure(*drawings[name]) for name in drawings if below and name.startswith(below)]
-            body.append(section(spec.title, *parts, *placed))
-    for t in (answer_table(content), speed_table(content), size_table(content)):
-        if t.rows:
-            body.append(section(t.title, table(t, heading=False)))
+    body = [f'<ul class="verdicts">{items}</ul><p class="note">{escape(RULE)}</p>']
+    for part in sections(content):
+        inside: list[str] = []
+        for item in part.items:
+            if isinstance(item, Table):
+                inside.append(table(item, heading=item.title != part.title))
+            else:
+                inside += [figure(*drawings[name]) for name in drawings if name.startswith(item)]
+        body.append(section(part.title, *inside))
     body.append(f'<p class="note">{escape(ABSENT)}</p>')
     command = f"osdn reproduce --profile {content['profile']['name']}"
     name = f"The paper at laptop scale: profile {content['profile']['name']}"
     return write_page(path, name, f"<p>{escape(lead(content))}</p>", body, command)
-
-
-# What the names of the figures below a table begin with.
-FIGURES = {
-    "Mechanism diagnostic": "residual_ratio",
-    "Long documents by position": "long_documents",
-    "Training loss": "loss",
-}
 
 
 def figures(content: Content) -> dict[str, tuple[Figure, str]]:

@@ -383,10 +383,16 @@ def _checked_contest(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
+    """The processor's name; in virtual machines it may be as short as "AMD EPYC", so x86 adds its model.
+
+    >>> bool(_cpu_name())
+    True
+    """
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        return platform.processor() or platform.machine()
+    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = known.get("model name") or platform.processor() or platform.machine()
+    model = [f"{key} {known[key]}" for key in ("cpu family", "model") if key in known]
+    return f"{name} ({', '.join(model)})" if model else name

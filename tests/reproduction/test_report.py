@@ -28,11 +28,15 @@ def content():
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
 def test_committed_tables_are_what_the_command_makes(folder):
-    tables = report.tables_in_markdown(load(folder))
+    content = load(folder)
+    tables = report.in_markdown(content)
     assert (folder / "tables.md").read_text() == tables, f"regenerate: osdn reproduce --report {folder}"
     page = folder.with_suffix(".md")
     if page.exists():
-        assert page.read_text() == filled(page.read_text(), report.COMMAND, tables)
+        part = report.part_of_document(content, folder)
+        assert page.read_text() == filled(page.read_text(), report.COMMAND, part)
+        shown = re.findall(r"!\[.+\]\(reproduction/(.+)\)", part)
+        assert sorted(shown) == sorted(path.name for path in folder.glob("*.svg"))
 
 
 def test_the_docs_page_has_a_place_for_the_tables():
@@ -51,7 +55,9 @@ def test_the_command_writes_the_page_the_tables_and_the_figures(tmp_path, conten
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "stale tables" not in text
-    assert (folder / "tables.md").read_text() in text
+    assert "\n### Main results\n" in text
+    assert "\n## Main results\n" in (folder / "tables.md").read_text()
+    assert all(f"](shown/{path.name})" in text for path in folder.glob("*.svg"))
     page = (folder / "report.html").read_text()
     for heading in ("Main results", "In-context recall", "Mechanism diagnostic", "Ablations", "Inference"):
         assert heading in page

@@ -24,12 +24,13 @@ def throughput(
     ] = None,
     prefill: Annotated[int, typer.Option(min=1, help="Tokens in the prompt.")] = 2048,
     decode: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats, after two warm-ups.")] = 5,
     device: Device = "cpu",
     dtype: Dtype = None,
     output: Output = Path("runs/bench"),
 ) -> None:
     """Time prefill and greedy decoding with the paper's protocol, all models back to back."""
-    from osdn.benchmarks.throughput import REPEATS, WARM_UPS, expand
+    from osdn.benchmarks.throughput import WARM_UPS, expand
     from osdn.benchmarks.throughput import throughput as run
     from osdn.results.store import save_json
     from osdn.results.summaries import throughput_table
@@ -38,12 +39,20 @@ def throughput(
         names = expand(models or ["340m"])
         writable_folder(output)
         with progress_bar() as progress:
-            bar = progress.add_task("throughput", total=len(names) * (WARM_UPS + REPEATS))
+            bar = progress.add_task("throughput", total=len(names) * (WARM_UPS + repeats))
 
             def advance(name: str) -> None:
                 progress.update(bar, advance=1, description=name)
 
-            result = run(names, device=device, dtype=dtype, prefill=prefill, decode=decode, progress=advance)
+            result = run(
+                names,
+                device=device,
+                dtype=dtype,
+                prefill=prefill,
+                decode=decode,
+                repeats=repeats,
+                progress=advance,
+            )
         show(throughput_table(result))
         console.print(str(save_json(output / "throughput.json", result)), soft_wrap=True)
 

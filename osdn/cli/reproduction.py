@@ -1,20 +1,30 @@
 """`osdn reproduce`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from osdn.extras import require
 from osdn.terminal import console, messages, plain_errors, show, writable_folder
 
+if TYPE_CHECKING:
+    from osdn.reproduction.profiles import Profile
+
 
 def reproduce(
     profile: Annotated[
-        str, typer.Option(help="minutes (a smoke run), laptop (four to eight hours), or paper (only prints).")
+        str,
+        typer.Option(help="minutes (a smoke run), laptop (three to seven hours), or paper (only prints)."),
     ] = "laptop",
     output: Annotated[
         Path | None, typer.Option(help="Folder of the runs; runs/reproduce/PROFILE if not given.")
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Seeds of every model, if not the profile's numbers; a folder can get more later."
+        ),
     ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Only make the report again, from the results.json in this folder.")
@@ -34,20 +44,20 @@ def reproduce(
         if profile not in PROFILES:
             raise ValueError(f"profile is {profile!r}; it must be one of {', '.join(PROFILES)}, paper")
         folder = writable_folder(output or Path("runs/reproduce") / profile).resolve()
-    _run(profile, folder)
+        chosen = PROFILES[profile] if seeds is None else PROFILES[profile].with_seeds(seeds)
+    _run(chosen, folder)
     with plain_errors():
         _write(folder)
 
 
-def _run(profile: str, folder: Path) -> None:
+def _run(profile: "Profile", folder: Path) -> None:
     require("osdn reproduce", "lab,eval", "transformers", "datasets", "lm_eval", "matplotlib")
     from osdn.reproduction.plan import Plan
-    from osdn.reproduction.profiles import PROFILES
     from osdn.reproduction.results import collect, save
     from osdn.reproduction.runner import JobError
     from osdn.reproduction.runner import reproduce as run
 
-    plan = Plan(PROFILES[profile], folder)
+    plan = Plan(profile, folder)
     try:
         with plain_errors(JobError):
             run(plan, messages, show)

@@ -1,7 +1,7 @@
-"""One small file per finished run, with all that the tables need of it.
+"""One small file per finished run with all that the tables need of it, and one with the speed of all models.
 
-The commands' own files are read once, through `osdn.results.store`.  After that neither they nor the weights
-are needed: with the files here, a reproduction can be continued on another machine.
+The commands' own files are read once.  After that neither they nor the weights are needed: with the files
+here, a reproduction can be continued on another machine.
 """
 
 import json
@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from osdn.models import describe_model
-from osdn.reproduction.plan import Plan
+from osdn.reproduction.plan import THROUGHPUT, Plan
 from osdn.results.losses import loss_curve
 from osdn.results.scores import derive
 from osdn.results.store import TRAINING, digest, read_results, save_json
 
 POINTS = 100  # of a loss curve
 DIGITS = 6
+SPEED = ("tokens_per_second", "prefill_ms", "decode_ms", "state_mib")
+PROTOCOL = ("device", "dtype", "prefill", "decode", "warm_ups", "repeats")
 
 
 def save_finished(plan: Plan, precision: str) -> None:
@@ -28,6 +30,26 @@ def save_finished(plan: Plan, precision: str) -> None:
         if not path.exists() and all(job.is_done() for job in jobs):
             run = read_run(plan.run_folder(model, seed), model, seed)
             save_json(path, {"kind": "reproduction-run", **run})
+
+
+def save_speeds(plan: Plan) -> None:
+    """Write the speed of every model, if it has been measured."""
+    path = plan.folder / THROUGHPUT
+    if path.exists() and not plan.speeds.exists():
+        timed = json.loads(path.read_text(encoding="utf-8"))
+        protocol = {key: timed[key] for key in PROTOCOL}
+        models = {row["model"]: _speed(row, timed["rows"]) for row in timed["rows"]}
+        save_json(plan.speeds, {"kind": "reproduction-speed", **protocol, "models": models})
+
+
+def _speed(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A model's speed, and by how many per cent each repeat differed from its baseline's."""
+    speed: dict[str, Any] = {key: rounded(row[key]) for key in SPEED if row.get(key) is not None}
+    base = next((other for other in rows if other["model"] == row["compared_with"]), None)
+    if base is not None:
+        pairs = zip(base["times_ms"], row["times_ms"])
+        speed["changes"] = [rounded(100 * (sum(theirs) / sum(ours) - 1)) for theirs, ours in pairs]
+    return speed
 
 
 def read_finished(plan: Plan) -> Iterator[dict[str, Any]]:

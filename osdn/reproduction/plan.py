@@ -24,8 +24,10 @@ from osdn.results.store import METRICS, TRAINING, save_json
 from osdn.training.data import SourceFiles, load_tokenizer
 
 BEGUN = "reproduction.json"  # what the folder is for: profile and text
+THROUGHPUT = "throughput.json"
 PACKAGES = "requirements.txt"  # what was installed, and so what the text is made of
 OUTCOMES = ("code_recall.json", "pg19.json")
+FREE = ("seeds", "repeats")  # of a profile: may change within a folder, what is finished stays valid
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,11 @@ class Plan:
     def begin(self) -> None:
         """Write the folder's purpose and the config of every model; reject a folder of another profile."""
         path = self.folder / BEGUN
-        profile = json.loads(json.dumps(asdict(self.profile)))
+        profile = _fixed(json.loads(json.dumps(asdict(self.profile))))
         fingerprint = SourceFiles(SOURCE).fingerprint
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            if before["profile"] != profile:
+            if _fixed(before["profile"]) != profile:
                 raise ValueError(f"{self.folder} holds a run of another profile; choose another --output")
             if before["text"]["fingerprint"] != fingerprint:
                 raise ValueError(
@@ -129,6 +131,11 @@ class Plan:
     def finished(self, model: str, seed: int) -> Path:
         """The file with all that a run measured; it is there when the run is finished."""
         return self.folder / "finished" / f"{slug(model)}-seed{seed}.json"
+
+    @property
+    def speeds(self) -> Path:
+        """The file with the speed of every model; it is there when all have been timed."""
+        return self.folder / "finished" / THROUGHPUT
 
     def _settings(self, model: str, training: int) -> dict[str, Any]:
         """The config of a model; it is trained on the first `training` documents, the others are held out."""
@@ -229,6 +236,8 @@ class Plan:
         """Time the first seed of each model.  Where its weights are gone, a model with one step of training
         stands in: speed does not depend on them.
         """
+        if self.speeds.exists():
+            return []
         folders, stand_ins = [], []
         for model in self.profile.seeds:
             run = self.run_folder(model, 0)
@@ -243,9 +252,9 @@ class Plan:
     def timing(self, runs: Sequence[Path], output: Path) -> Job:
         """Time the models of some runs."""
         p = self.profile
-        sizes = ("--prefill", p.prefill, "--decode", p.decode, "--output", output)
+        sizes = ("--prefill", p.prefill, "--decode", p.decode, "--repeats", p.repeats, "--output", output)
         arguments = ("bench", "throughput", *(run / "model" for run in runs), *sizes)
-        return _job("time", "all models", arguments, {output / "throughput.json": None})
+        return _job("time", "all models", arguments, {output / THROUGHPUT: None})
 
 
 SPARE = 8  # tokens beyond a block: cut text may have fewer tokens than the same part of the whole
@@ -258,6 +267,11 @@ def slug(model: str) -> str:
     'delta_net-bias-2'
     """
     return re.sub(r"[^a-z0-9_.]+", "-", model)
+
+
+def _fixed(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """What all runs of a folder have in common."""
+    return {name: value for name, value in profile.items() if name not in FREE}
 
 
 def installed_packages() -> str:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Each is a shipped config `tiny/NAME`, except those that say otherwise.
@@ -44,6 +44,7 @@ class Profile:
     prompts: int  # of each task in the mechanism diagnostic
     prefill: int
     decode: int  # tokens, in the throughput
+    repeats: int  # of its timings
     measured_steps: int  # of the short runs that the estimate of hours comes from
     precisions: tuple[str, ...]  # to choose from; the faster is taken
 
@@ -57,6 +58,10 @@ class Profile:
     def tokens(self) -> int:
         """The number of tokens that one run is trained on."""
         return self.steps * self.tokens_per_step
+
+    def with_seeds(self, seeds: int) -> "Profile":
+        """The same profile with so many seeds of every model."""
+        return replace(self, seeds=dict.fromkeys(self.seeds, seeds))
 
     def sizes(self, model: str) -> dict[str, Any]:
         """The model's shape; Gated DeltaNet has fewer key channels and more values, as in the paper."""
@@ -104,6 +109,7 @@ MINUTES = Profile(
     prompts=2,
     prefill=256,
     decode=16,
+    repeats=5,
     measured_steps=4,
     precisions=("float32",),
 )
@@ -131,6 +137,7 @@ LAPTOP = Profile(
     prompts=16,
     prefill=2048,
     decode=128,
+    repeats=50,
     measured_steps=16,
     precisions=("float32", "bfloat16"),
 )

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from osdn.reproduction.claims import NOT, RULE, SHOWS, UNSEEN, Finding, answers, findings
-from osdn.reproduction.profiles import ABLATIONS
+from osdn.reproduction.profiles import ABLATIONS, PROFILES
 from osdn.reproduction.results import Content, difference, estimate, mean_rows, values
 from osdn.reproduction.runner import Layout
 from osdn.results import paper, plots
@@ -381,9 +381,15 @@ def _page(content: Content, drawings: dict[str, tuple[Figure, str]], path: Path)
                 inside += [figure(*drawings[name]) for name in drawings if name.startswith(item)]
         body.append(section(part.title, *inside))
     body.append(f'<p class="note">{escape(ABSENT)}</p>')
-    command = f"osdn reproduce --profile {content['profile']['name']}"
     name = f"The paper at laptop scale: profile {content['profile']['name']}"
-    return write_page(path, name, f"<p>{escape(lead(content))}</p>", body, command)
+    return write_page(path, name, f"<p>{escape(lead(content))}</p>", body, command(content))
+
+
+def command(content: Content) -> str:
+    """The command that measured these results."""
+    name, seeds = content["profile"]["name"], content["profile"]["seeds"]
+    usual = name in PROFILES and seeds == PROFILES[name].seeds
+    return f"{COMMAND} --profile {name}" + ("" if usual else f" --seeds {max(seeds.values())}")
 
 
 def figures(content: Content) -> dict[str, tuple[Figure, str]]:

@@ -18,7 +18,6 @@ from osdn.results.store import environment
 
 RESULTS = "results.json"
 OF_A_RUN = ("model", "seed", "data", "scores", "loss", "ratio_by_position", "second_reading_at")
-SPEED = ("tokens_per_second", "prefill_ms", "decode_ms", "state_mib")
 Content = dict[str, Any]
 
 
@@ -26,7 +25,7 @@ def collect(plan: Plan) -> Content:
     """Everything that a finished reproduction has measured."""
     begun = json.loads((plan.folder / BEGUN).read_text(encoding="utf-8"))
     machine = json.loads((plan.folder / MACHINE).read_text(encoding="utf-8"))
-    timed = json.loads((plan.folder / "throughput.json").read_text(encoding="utf-8"))
+    speeds = json.loads(plan.speeds.read_text(encoding="utf-8"))
     runs = list(read_finished(plan))
     check_same_data(runs)
     sizes = {run["model"]: run["parameters"] for run in runs}
@@ -39,18 +38,8 @@ def collect(plan: Plan) -> Content:
         "hours": rounded(hours_taken(plan.folder)),
         "models": {model: {"baseline": baseline_of(model), "parameters": n} for model, n in sizes.items()},
         "runs": [{key: run[key] for key in OF_A_RUN} for run in runs],
-        "throughput": {row["model"]: _speed(row, timed["rows"]) for row in timed["rows"]},
+        "throughput": {model: speeds["models"][model] for model in sizes},
     }
-
-
-def _speed(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A model's speed, and by how many per cent each repeat differed from its baseline's."""
-    speed: dict[str, Any] = {key: rounded(row[key]) for key in SPEED if row.get(key) is not None}
-    base = next((other for other in rows if other["model"] == row["compared_with"]), None)
-    if base is not None:
-        pairs = zip(base["times_ms"], row["times_ms"])
-        speed["changes"] = [rounded(100 * (sum(theirs) / sum(ours) - 1)) for theirs, ours in pairs]
-    return speed
 
 
 def check_same_data(runs: Sequence[Mapping[str, Any]]) -> None:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from osdn.reproduction.finished import save_finished
+from osdn.reproduction.finished import save_finished, save_speeds
 from osdn.reproduction.plan import Job, Plan, cost_key
 from osdn.reproduction.profiles import baseline_of
 from osdn.results.store import save_json
@@ -94,6 +94,7 @@ def reproduce(plan: Plan, console: Console, show: Callable[[Table], None]) -> No
         save = partial(save_finished, plan, machine.precision)
         runner.run(chains, machine.layout, plan.profile.name, machine.expected, save)
         runner.run([timing], cores, "throughput", machine.expected)
+        save_speeds(plan)
 
 
 def plan_table(plan: Plan, machine: Machine, jobs: Sequence[Job]) -> Table:

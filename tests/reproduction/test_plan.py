@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 from osdn.cli import app
 from osdn.models import describe
+from osdn.reproduction.finished import PROTOCOL, save_speeds
 from osdn.reproduction.plan import Plan
 from osdn.reproduction.profiles import BLOCKS, DELTA_NET, LAPTOP, MINUTES, PROFILES, paper_commands
 from osdn.reproduction.text import exercises, frequent_words, primer
@@ -110,6 +111,20 @@ def test_a_folder_of_another_profile_or_text_is_refused(tmp_path, monkeypatch):
         Plan(MINUTES, tmp_path).begin()
 
 
+def test_a_folder_can_be_continued_with_more_seeds(tmp_path):
+    Plan(MINUTES, tmp_path).begin()
+    for model, seed in MINUTES.runs:
+        finished = Plan(MINUTES, tmp_path).finished(model, seed)
+        finished.parent.mkdir(exist_ok=True)
+        finished.write_text("{}")
+    more = Plan(MINUTES.with_seeds(4), tmp_path)
+    more.begin()
+    assert [chain[0].of for chain in more.chains("float32")] == [
+        f"{model}, seed {seed}" for seed in (2, 3) for model in MINUTES.seeds
+    ]
+    Plan(replace(MINUTES, repeats=9), tmp_path).begin()
+
+
 def test_a_folder_that_comes_without_its_large_files_gets_the_same_text_again(tmp_path):
     plan = Plan(MINUTES, tmp_path)
     plan.begin()
@@ -144,6 +159,20 @@ def test_a_finished_run_needs_no_commands_and_no_weights(tmp_path):
     assert f"{settings.output_dir}/model" in timing.arguments
     (plan.run_folder("osdn", 0) / "model").mkdir(parents=True)
     assert [job.kind for job in plan.throughput("float32")] == ["time"]
+    assert parse(timing.arguments)["repeats"] == MINUTES.repeats
+    rows = [
+        {"model": model, "compared_with": base, "times_ms": times, "checkpoint": "/home/a/model"}
+        for model, base, times in (
+            ("delta_net", None, [[10.0, 20.0], [11.0, 29.0]]),
+            ("osdn", "delta_net", [[20.0, 40.0], [10.0, 22.0]]),
+        )
+    ]
+    timed = {**dict.fromkeys(PROTOCOL), "repeats": 2, "rows": rows}
+    (tmp_path / "throughput.json").write_text(json.dumps(timed))
+    save_speeds(plan)
+    assert plan.throughput("float32") == []
+    assert json.loads(plan.speeds.read_text())["models"] == {"delta_net": {}, "osdn": {"changes": [-50, 25]}}
+    assert "/home/a" not in plan.speeds.read_text()  # it is a file to commit
 
 
 def test_the_papers_commands_are_real():

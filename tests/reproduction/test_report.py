@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from osdn.cli import app
 from osdn.reproduction import report
+from osdn.reproduction.profiles import MINUTES as MINUTES_PROFILE
 from osdn.reproduction.results import check_same_data, load, save
 from osdn.results.document import filled, marks
 from tests.browser import CHROMIUM, DRIVER, browser
@@ -63,6 +65,13 @@ def test_the_command_writes_the_page_the_tables_and_the_figures(tmp_path, conten
         assert heading in page
     assert 'class="faint"' in page
     assert page.count("<svg") == len(list(folder.glob("*.svg"))) == 4
+
+
+def test_the_page_names_the_command_that_measured_it(content):
+    assert report.command(content) == "osdn reproduce --profile minutes"
+    more = MINUTES_PROFILE.with_seeds(6)
+    content = {**content, "profile": asdict(more)}
+    assert report.command(content) == "osdn reproduce --profile minutes --seeds 6"
 
 
 def test_results_survive_being_saved(tmp_path, content):

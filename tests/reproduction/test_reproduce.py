@@ -62,6 +62,7 @@ def test_a_killed_run_continues_and_ends_with_a_report(tmp_path):
         path = tmp_path / large
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (tmp_path / "finished" / "osdn-seed1.json").unlink()
+    (tmp_path / "finished" / "throughput.json").unlink()
     elsewhere = subprocess.run(command, capture_output=True, text=True, check=False)
     assert elsewhere.returncode == 0, elsewhere.stdout + elsewhere.stderr
     assert [path.name for path in tmp_path.glob("runs/*/*")] == ["seed1"]

@@ -9,12 +9,15 @@ from torch import Tensor, nn
 from osdn.layers.convolution import ShortConvolution
 from osdn.layers.linear import has_hooks, linears
 from osdn.layers.precision import GatedRMSNorm
-from osdn.layers.preconditioner import PreconditionerConfig
+from osdn.layers.preconditioner import NewtonConfig, PreconditionerConfig
 from osdn.ops.cpu.binding import readable, wide
 from osdn.ops.cpu.decode_step import StepInputs, StepSettings, decode_step, usable
 
 if TYPE_CHECKING:
     from osdn.layers.mixers import MixerState, TokenMixer
+
+
+KNOWN_RULES = (PreconditionerConfig, NewtonConfig)  # of phase 1, that the compiled step has
 
 
 def fused(mixer: "TokenMixer", x: Tensor, cu_seqlens: Tensor | None) -> bool:
@@ -38,7 +41,7 @@ def fusible(mixer: "TokenMixer", dtype: torch.dtype) -> bool:
         and all(type(conv) is ShortConvolution for conv in convolutions)
         and mixer.o_norm.eps is not None
         and mixer.recurrence.backend in ("auto", "cpu")
-        and (mixer.preconditioner is None or isinstance(mixer.preconditioner.config, PreconditionerConfig))
+        and (mixer.preconditioner is None or isinstance(mixer.preconditioner.config, KNOWN_RULES))
         and all(conv.weight.dtype == dtype for conv in convolutions)
         and all(readable(parameter.dtype, dtype) for parameter in parameters)
         and len({parameter.dtype for parameter in parameters[1:]}) <= 1
@@ -112,11 +115,11 @@ def step_settings(mixer: "TokenMixer") -> StepSettings:
     if mixer.preconditioner is None:
         return settings
     config = mixer.preconditioner.config
-    assert isinstance(config, PreconditionerConfig)
-    return settings._replace(
+    assert isinstance(config, KNOWN_RULES)
+    settings = settings._replace(
         tied=config.retention == "tied",
-        eta=config.eta,
-        bounds=config.bounds,
-        beta_aware=config.beta_aware,
         retention=config.retention if isinstance(config.retention, float) else 1.0,
     )
+    if isinstance(config, NewtonConfig):
+        return settings._replace(block_size=config.block_size, prior=config.prior)
+    return settings._replace(eta=config.eta, bounds=config.bounds, beta_aware=config.beta_aware)

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="no C+
 SMALL = {"num_heads": 2, "head_k_dim": 9, "head_v_dim": 21}
 WHOLE = {"num_heads": 3, "head_k_dim": 32, "head_v_dim": 64}  # of vectors
 LARGE_STEP = {"eta": 0.2}
+NEWTON = {"rule": "newton", "prior": 1.7}
 VARIANTS = {
     "delta_net": (DeltaNet, None, WHOLE),
     "osdn": (DeltaNet, LARGE_STEP, WHOLE),
@@ -29,6 +30,16 @@ VARIANTS = {
     "oskda-apf": (KimiDeltaAttention, LARGE_STEP | {"retention": "learned"}, WHOLE),
     "oskda, tied": (KimiDeltaAttention, LARGE_STEP | {"retention": "tied"}, SMALL),
     "oskda, per channel": (KimiDeltaAttention, LARGE_STEP | {"retention": "learned_per_channel"}, SMALL),
+    "newton": (DeltaNet, NEWTON | {"retention": 0.9}, SMALL),
+    "newton, blocks": (DeltaNet, NEWTON | {"block_size": 8}, WHOLE),
+    "newton, wide blocks": (DeltaNet, NEWTON | {"block_size": 32, "retention": "learned"}, WHOLE),
+    "newton, odd blocks": (GatedDeltaNet, NEWTON | {"block_size": 3, "retention": "tied"}, SMALL),
+    "newton, decay per channel": (KimiDeltaAttention, NEWTON | {"block_size": 3, "retention": "tied"}, SMALL),
+    "newton, grouped": (
+        GatedDeltaNet,
+        NEWTON | {"block_size": 4, "retention": "learned"},
+        WHOLE | {"num_v_heads": 6},
+    ),
     "grouped": (GatedDeltaNet, LARGE_STEP, SMALL | {"num_v_heads": 6}),
     "write bias": (DeltaNet, None, SMALL | {"beta_bias": -2.0, "write_scale": 0.3, "norm_eps": 0.1}),
     "no box": (DeltaNet, {"bounds": None, "beta_aware": False, "initial_scale": "free"}, SMALL),
@@ -179,8 +190,8 @@ def test_whoever_looks_inside_sees_the_layer():
         assert decoding.fused(mixer, one, None)
         with torch.autocast("cpu", torch.bfloat16):
             assert not decoding.fused(mixer, one, None)
-        newton = DeltaNet(48, 2, 8, 8, preconditioner={"rule": "newton"})
-        assert not decoding.fused(newton, one, None)
+        other = DeltaNet(48, 2, 8, 8, preconditioner={"rule": "pgdn"})
+        assert not decoding.fused(other, one, None)
 
 
 def other_norm(mixer):
@@ -280,6 +291,16 @@ def inputs(**changes):
 def test_bad_input_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         decode_step.decode_step(inputs(**changes), decode_step.StepSettings())
+
+
+def test_blocks_must_fit():
+    for changes, size in (({}, 2), ({"scale": torch.ones(2, 2, 4)}, 3), ({"scale": torch.ones(2, 2, 4)}, 0)):
+        with pytest.raises(
+            ValueError, match=f"block_size is {size}; it needs a scale, and must divide the 4"
+        ):
+            decode_step.decode_step(inputs(**changes), decode_step.StepSettings(block_size=size))
+    with pytest.raises(ValueError, match=r"scale has shape \[2, 2, 4\]"):
+        decode_step.decode_step(inputs(scale=torch.ones(2, 2, 4)), decode_step.StepSettings(block_size=2))
 
 
 def test_the_operator_is_what_pytorch_expects_of_one():

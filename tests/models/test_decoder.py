@@ -17,7 +17,10 @@ from tests.ops.problems import relative_error, threads
 
 pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="no C++ compiler here")
 
-VARIANTS = ("delta_net", "osdn", "osdn-apf", "gdn", "osgdn", "osgdn-apf", "kda", "oskda", "oskda-apf")
+VARIANTS = (
+    *("delta_net", "osdn", "osdn-apf", "gdn", "osgdn", "osgdn-apf", "kda", "oskda", "oskda-apf"),
+    "osdn-newton-block-8",
+)
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 BATCH, PROMPT, STEPS = 3, 7, 4
 

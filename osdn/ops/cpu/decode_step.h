@@ -23,14 +23,15 @@ DECLARE_STEP(
     const void *q_taps, *k_taps, *v_taps;  // [channels, W], the newest input's last
     const void *q_tail, *k_tail, *v_tail;  // [N, W - 1, channels]
     const void *beta, *norm;               // [N, HV] before its sigmoid; [V]
-    const void *state, *scale;             // [N, HV, K, V], [N, HV, K]
+    const void *state, *scale;             // [N, HV, K, V]; [N, HV, K], or [N, HV, K / block, block, block]
     const void *decay, *retention;         // [N, HV] or [N, HV K], before their activations
     const void *A_log, *dt_bias, *gate;    // [HV], as decay without N, [N, HV V] before its activation
     void *out, *next_q_tail, *next_k_tail, *next_v_tail, *final_state, *final_scale;  // out [N, HV V]
     int64_t N, H, HV, K, V, W;
     int64_t decay_kind, retention_kind, gate_kind;  // 0: none; 1: per head, 2: per channel; retention 3: the decay
-    int64_t rule, beta_aware, element, decay_element, norm_element, threads;  // elements of A_log and dt_bias; of norm
-    double eta, low, high, eps, constant_retention, write_scale, norm_eps, output_scale;)
+    int64_t rule, block, beta_aware;                       // the first two as in a Call
+    int64_t element, decay_element, norm_element, threads;  // elements of A_log and dt_bias; of norm
+    double eta, low, high, eps, prior, constant_retention, write_scale, norm_eps, output_scale;)
 // clang-format on
 extern "C" const int64_t osdn_step_size = sizeof(Step);
 enum { TIED = 3 };  // the retention
@@ -97,9 +98,19 @@ struct StepHead {
                 store(retention + i, sigmoid<R>(load_part<R>(at(call.retention, head * K + i), K - i)));
         if (call.retention_kind == TIED) {
             if (call.decay_kind == 1) head_retention = exponential<R>(splat(head_decay))[0];
-            for (int i = 0; i < Kp && call.decay_kind == 2; i += W<R>)
-                store(retention + i, exponential<R>(load(decay + i)));
+            if (call.decay_kind == 2) tie_retention(int(call.block));
         }
+    }
+    // One retention per block of channels: the geometric mean of their decays.
+    void tie_retention(int b) {
+        const int blocks = K / b;
+        for (int i = 0; i < blocks; i++) {
+            R sum = 0;
+            for (int j = 0; j < b; j++) sum += decay[i * b + j];
+            retention[i] = sum / R(b);
+        }
+        for (int i = 0; i < blocks; i += W<R>)
+            store_part<R, R>(retention + i, blocks - i, exponential<R>(load_part<R>(retention + i, blocks - i)));
     }
     // -exp(A_log) softplus(f + dt_bias)
     void load_decay(int64_t hv) {
@@ -136,10 +147,13 @@ struct StepHead {
         inner.initial_state = static_cast<const R*>(call.state) + head * size;
         inner.final_state = static_cast<R*>(call.final_state) + head * size;
         if (call.rule) {
-            inner.initial_scale = static_cast<const R*>(call.scale) + head * K;
-            inner.final_scale = static_cast<R*>(call.final_scale) + head * K;
+            const int64_t carried = K * call.block;
+            inner.initial_scale = static_cast<const R*>(call.scale) + head * carried;
+            inner.final_scale = static_cast<R*>(call.final_scale) + head * carried;
         }
-        inner.N = inner.T = inner.H = inner.HV = inner.block = inner.threads = 1;
+        inner.N = inner.T = inner.H = inner.HV = inner.threads = 1;
+        inner.block = call.block;
+        inner.prior = call.prior;
         inner.K = K;
         inner.V = V;
         inner.decay_kind = call.decay_kind;

@@ -25,9 +25,19 @@ INPUTS = (
 OUTPUTS = ("out", "next_q_tail", "next_k_tail", "next_v_tail", "final_state", "final_scale")
 INTEGERS = (
     *("N", "H", "HV", "K", "V", "W", "decay_kind", "retention_kind", "gate_kind"),
-    *("rule", "beta_aware", "element", "decay_element", "norm_element", "threads"),
+    *("rule", "block", "beta_aware", "element", "decay_element", "norm_element", "threads"),
 )
-NUMBERS = ("eta", "low", "high", "eps", "constant_retention", "write_scale", "norm_eps", "output_scale")
+NUMBERS = (
+    "eta",
+    "low",
+    "high",
+    "eps",
+    "prior",
+    "constant_retention",
+    "write_scale",
+    "norm_eps",
+    "output_scale",
+)
 LAYOUT = struct.Struct(f"{len(INPUTS) + len(OUTPUTS) + len(INTEGERS)}q{len(NUMBERS)}d")
 GATES = {None: 0, "silu": 1, "sigmoid": 2}
 
@@ -51,7 +61,7 @@ class StepInputs(NamedTuple):
     beta: Tensor  # [N, HV], before its sigmoid
     norm: Tensor  # [V], the weight of the output norm
     state: Tensor  # [N, HV, K, V], float32 at least
-    scale: Tensor | None = None  # [N, HV, K], float32 at least; None is the plain delta rule
+    scale: Tensor | None = None  # [N, HV, K] or [N, HV, K / b, b, b], as state; None is the plain delta rule
     decay: Tensor | None = None  # [N, HV] or [N, HV * K], before softplus
     retention: Tensor | None = None  # [N, HV] or [N, HV * K], before its sigmoid
     A_log: Tensor | None = None  # [HV]
@@ -67,15 +77,18 @@ class StepSettings(NamedTuple):
     eta: float = 0.003
     bounds: tuple[float, float] | None = (0.5, 2.0)
     beta_aware: bool = True
+    block_size: int | None = None  # b of Newton's rule, whose covariance is the scale; None is online scaling
+    prior: float = 1.0
     retention: float = 1.0  # a constant one
     write_scale: float = 1.0
     norm_eps: float = 1e-6
 
     def numbers(self, K: int) -> list[float]:
-        """As the operator takes them: kind of the gate, tied, beta-aware, then those of the kernel."""
+        """As the operator takes them: gate, tied, beta-aware, block (0: none), then those of the kernel."""
         low, high = self.bounds or (-math.inf, math.inf)
-        flags = [float(x) for x in (GATES[self.activation], self.tied, self.beta_aware)]
-        return [*flags, self.eta, low, high, 1e-6, self.retention, self.write_scale, self.norm_eps, K**-0.5]
+        flags = [float(x) for x in (GATES[self.activation], self.tied, self.beta_aware, self.block_size or 0)]
+        rule = [self.eta, low, high, 1e-6, self.prior, self.retention]
+        return [*flags, *rule, self.write_scale, self.norm_eps, K**-0.5]
 
 
 class StepOutputs(NamedTuple):
@@ -123,7 +136,12 @@ def check(x: StepInputs, settings: StepSettings) -> None:
         )
     HV = x.state.shape[1]
     per_channel = [y is not None and y.shape[-1] != HV for y in (x.decay, x.retention)]
-    expected = _shapes(x.q.shape[1], x.q_taps.shape[1], *x.state.shape, *per_channel)
+    b = settings.block_size
+    if b is not None and (x.scale is None or b < 1 or x.state.shape[2] % b):
+        raise ValueError(
+            f"block_size is {b}; it needs a scale, and must divide the {x.state.shape[2]} channels of a key"
+        )
+    expected = _shapes(x.q.shape[1], x.q_taps.shape[1], *x.state.shape, *per_channel, block=b)
     dtype = x.q.dtype
     states, steps = wide(dtype), dtype if x.A_log is None else x.A_log.dtype
     dtypes = (*[dtype] * 10, x.norm.dtype, states, states, dtype, dtype, steps, steps, dtype)
@@ -148,7 +166,16 @@ def check(x: StepInputs, settings: StepSettings) -> None:
 
 
 def _shapes(
-    keys: int, W: int, N: int, HV: int, K: int, V: int, channel_decay: bool, channel_retention: bool
+    keys: int,
+    W: int,
+    N: int,
+    HV: int,
+    K: int,
+    V: int,
+    channel_decay: bool,
+    channel_retention: bool,
+    *,
+    block: int | None,
 ) -> tuple[tuple[int, ...], ...]:
     """Of the fields of `StepInputs`."""
     H = keys // max(K, 1)
@@ -164,7 +191,7 @@ def _shapes(
         *((N, width) for width in widths),
         *((width, W) for width in widths),
         *((N, W - 1, width) for width in widths),
-        *((N, HV), (V,), (N, HV, K, V), (N, HV, K)),
+        *((N, HV), (V,), (N, HV, K, V), (N, HV, *((K,) if block is None else (K // block, block, block)))),
         *((N, decays), (N, retentions), (HV,), (decays,), (N, values)),
     )
 
@@ -183,11 +210,12 @@ def _run(x: StepInputs, numbers: list[float], outputs: Sequence[Tensor]) -> None
 def packed(x: StepInputs, numbers: list[float], outputs: Sequence[Tensor]) -> bytes:
     """A step of contiguous tensors as the kernel takes it."""
     N, HV, K, V = x.state.shape
-    activation, tied, beta_aware, *reals = numbers
+    activation, tied, beta_aware, block, *reals = numbers
+    rule = 0 if x.scale is None else 2 if block else 1  # as in heads.h
     kinds = (_kind(x.decay, HV), 3 if tied else _kind(x.retention, HV), int(activation))
     elements = [0 if y is None else element(y.dtype) for y in (x.q, x.A_log, x.norm)]
     sizes = (N, x.q.shape[1] // K, HV, K, V, x.q_taps.shape[1])
-    options = (*kinds, x.scale is not None, int(beta_aware), *elements, torch.get_num_threads(), *reals)
+    options = (*kinds, rule, max(1, int(block)), int(beta_aware), *elements, torch.get_num_threads(), *reals)
     pointers = (0 if y is None else y.data_ptr() for y in (*x, *outputs))
     return LAYOUT.pack(*pointers, *sizes, *options)
 

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from osdn.reproduction.finished import save_finished, save_speeds
 from osdn.reproduction.plan import Job, Plan, cost_key
 from osdn.reproduction.profiles import baseline_of
-from osdn.results.store import save_json
+from osdn.results.store import environment, save_json
 from osdn.results.tables import Cell, Row, Table
 from osdn.terminal import printable
 from osdn.training.monitor import Metrics
@@ -67,6 +67,7 @@ class Machine:
     precision: str
     trials: list[dict[str, Any]]  # layout, precision and tokens per second of all processes together
     seconds: dict[str, float]  # that a command takes, by `cost_key`
+    cpu: str  # of the machine on which all of this was measured
 
     def __str__(self) -> str:
         rates = [f"{t['tokens_per_second']:,.0f} as {t['layout']} in {t['precision']}" for t in self.trials]
@@ -107,9 +108,11 @@ def plan_table(plan: Plan, machine: Machine, jobs: Sequence[Job]) -> Table:
         cells = (f"{number}", f"{machine.seconds[key]:,.0f}", f"{hours:.2f}")
         rows.append(Row(key, [Cell(text) for text in cells]))
     rows.append(Row("all", [Cell(f"{len(jobs)}"), Cell(""), Cell(f"{total:.2f}", best=True)], rule=True))
+    same = machine.cpu == environment()["machine"]["cpu"]
+    where = "this machine" if same else f"another machine ({machine.cpu}), where this folder was begun"
     note = (
         f"{len(p.runs)} runs of {p.tokens / 1e6:.2f} million tokens, layers × width {p.layers} × {p.width}. "
-        f"Estimated from {p.measured_steps} steps per backbone and one evaluation on this machine."
+        f"Estimated from {p.measured_steps} steps per backbone and one evaluation on {where}."
     )
     return Table(f"What is left of {p.name}", ["commands", "seconds each", "hours"], rows, note)
 
@@ -119,7 +122,7 @@ def measure(plan: Plan, runner: "Runner") -> Machine:
     path = plan.folder / MACHINE
     if path.exists():
         saved = json.loads(path.read_text(encoding="utf-8"))
-        return Machine(Layout(**saved["layout"]), saved["precision"], saved["trials"], saved["seconds"])
+        return _machine(saved)
     if (load := os.getloadavg()[0]) > BUSY:
         runner.console.print(f"the machine is busy (load {load:.1f}): estimates and timings will suffer")
     p, cores, folder = plan.profile, _cores(), plan.folder / "measure"
@@ -146,7 +149,12 @@ def measure(plan: Plan, runner: "Runner") -> Machine:
     shutil.rmtree(folder)
     content = {"layout": asdict(layout), "precision": best["precision"], "trials": trials, "seconds": seconds}
     save_json(path, {"kind": "reproduction-machine", **content})
-    return Machine(layout, best["precision"], trials, seconds)
+    return _machine(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _machine(saved: dict[str, Any]) -> Machine:
+    fields = {name: saved[name] for name in ("precision", "trials", "seconds")}
+    return Machine(layout=Layout(**saved["layout"]), cpu=saved["machine"]["cpu"], **fields)
 
 
 def _trial(plan: Plan, runner: "Runner", model: str, layout: Layout, precision: str) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from osdn.models import describe
 from osdn.reproduction.finished import PROTOCOL, save_speeds
 from osdn.reproduction.plan import Plan
 from osdn.reproduction.profiles import BLOCKS, DELTA_NET, LAPTOP, MINUTES, PROFILES, paper_commands
+from osdn.reproduction.runner import Layout, Machine, plan_table
 from osdn.reproduction.text import exercises, frequent_words, primer
+from osdn.results.store import environment
 from osdn.training.data import SourceFiles, load_source
 from osdn.training.settings import load_settings
 
@@ -173,6 +175,18 @@ def test_a_finished_run_needs_no_commands_and_no_weights(tmp_path):
     assert plan.throughput("float32") == []
     assert json.loads(plan.speeds.read_text())["models"] == {"delta_net": {}, "osdn": {"changes": [-50, 25]}}
     assert "/home/a" not in plan.speeds.read_text()  # it is a file to commit
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_the_hours_say_on_which_machine_they_were_measured(tmp_path, here):
+    plan = Plan(MINUTES, tmp_path)
+    jobs = [job for chain in plan.chains("float32") for job in chain]
+    cpu = environment()["machine"]["cpu"] if here else "Another 8000"
+    seconds = {"train delta_net": 3600.0, "evaluate": 72.0, "diagnose": 36.0}
+    table = plan_table(plan, Machine(Layout(2, 1), "float32", [], seconds, cpu), jobs)
+    assert table.rows[-1].cells[-1].text == "3.09"  # six of each, two at once
+    assert ("on this machine." in table.note) == here
+    assert ("on another machine (Another 8000), where" in table.note) != here
 
 
 def test_the_papers_commands_are_real():

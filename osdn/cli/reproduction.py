@@ -22,9 +22,7 @@ def reproduce(
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Seeds of every model, if not the profile's numbers; a folder can get more later."
-        ),
+        typer.Option(min=1, help="At least so many seeds of every model; a finished folder can get more."),
     ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Only make the report again, from the results.json in this folder.")

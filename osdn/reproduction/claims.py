@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from osdn.reproduction.profiles import BEST, TUNED, baseline_of
+from osdn.reproduction.profiles import BEST, STEADY, TUNED, baseline_of
 from osdn.reproduction.results import Content, difference, estimate, values
 from osdn.results import paper
 from osdn.results.names import title
@@ -67,7 +67,7 @@ SPEED = ("osdn", "osdn-apf", "osgdn", "osgdn-apf", "oskda", "oskda-apf")
 # Not in the paper: is it the write strength, and is there a better preconditioner?
 QUESTIONS = (
     *((TUNED, "delta_net"), ("osdn", TUNED), ("osdn-apf", TUNED)),
-    *((BEST, "delta_net"), (BEST, TUNED)),
+    *((BEST, "delta_net"), (BEST, TUNED), (STEADY, "delta_net"), (STEADY, BEST)),
 )
 ASKED = (RECALL, PERPLEXITY, LONG, RATIO)
 

@@ -10,8 +10,15 @@ from typing import Any
 # Each is a shipped config `tiny/NAME`, except those that say otherwise.
 TUNED = "delta_net bias=-2"
 BEST = "osdn-newton-block-8"  # of the referee
-CHANGED: dict[str, tuple[str, dict[str, Any]]] = {TUNED: ("tiny/delta_net", {"beta_bias": -2.0})}
-DELTA_NET = ("delta_net", "osdn", "osdn-apf", TUNED, BEST)
+STEADY = "osdn-newton-block-8 retention=0.999"  # the same, for long documents
+CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
+    TUNED: ("tiny/delta_net", {"beta_bias": -2.0}),
+    STEADY: (
+        "tiny/osdn-newton-block-8",
+        {"preconditioner": {"rule": "newton", "block_size": 8, "retention": 0.999}},
+    ),
+}
+DELTA_NET = ("delta_net", "osdn", "osdn-apf", TUNED, BEST, STEADY)
 ABLATIONS = ("osdn-d0", "osdn-d0-free", "osdn-beta-unaware")
 BLOCKS = {  # the models by the plain delta rule that they are compared with
     "delta_net": (*DELTA_NET, *ABLATIONS),
@@ -60,8 +67,8 @@ class Profile:
         return self.steps * self.tokens_per_step
 
     def with_seeds(self, seeds: int) -> "Profile":
-        """The same profile with so many seeds of every model."""
-        return replace(self, seeds=dict.fromkeys(self.seeds, seeds))
+        """The same profile with at least so many seeds of every model."""
+        return replace(self, seeds={model: max(n, seeds) for model, n in self.seeds.items()})
 
     def sizes(self, model: str) -> dict[str, Any]:
         """The model's shape; Gated DeltaNet has fewer key channels and more values, as in the paper."""

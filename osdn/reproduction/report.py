@@ -389,7 +389,7 @@ def command(content: Content) -> str:
     """The command that measured these results."""
     name, seeds = content["profile"]["name"], content["profile"]["seeds"]
     usual = name in PROFILES and seeds == PROFILES[name].seeds
-    return f"{COMMAND} --profile {name}" + ("" if usual else f" --seeds {max(seeds.values())}")
+    return f"{COMMAND} --profile {name}" + ("" if usual else f" --seeds {min(seeds.values())}")
 
 
 def figures(content: Content) -> dict[str, tuple[Figure, str]]:

@@ -15,7 +15,16 @@ from osdn.cli import app
 from osdn.models import describe
 from osdn.reproduction.finished import PROTOCOL, save_speeds
 from osdn.reproduction.plan import Plan
-from osdn.reproduction.profiles import BLOCKS, DELTA_NET, LAPTOP, MINUTES, PROFILES, paper_commands
+from osdn.reproduction.profiles import (
+    BEST,
+    BLOCKS,
+    DELTA_NET,
+    LAPTOP,
+    MINUTES,
+    PROFILES,
+    STEADY,
+    paper_commands,
+)
 from osdn.reproduction.runner import Layout, Machine, plan_table
 from osdn.reproduction.text import exercises, frequent_words, primer
 from osdn.results.store import environment
@@ -75,6 +84,7 @@ def test_models_are_what_their_names_say(plan):
         assert 1e6 < min(sizes) < max(sizes) < 3e6
         assert configs["delta_net bias=-2"].beta_bias == -2
         assert configs["osdn-newton-block-8"].preconditioner["block_size"] == 8
+        assert configs[STEADY].preconditioner == {**configs[BEST].preconditioner, "retention": 0.999}
         assert configs["osgdn-apf"].preconditioner["retention"] == "tied"
         assert configs["osdn-d0-free"].preconditioner["initial_scale"] == "free"
 
@@ -85,6 +95,13 @@ def test_the_laptop_has_every_model_with_enough_seeds():
     assert all(LAPTOP.seeds[model] >= 6 for model in DELTA_NET)
     assert len(set(LAPTOP.runs)) == sum(LAPTOP.seeds.values())
     assert {seed for _, seed in LAPTOP.runs[: len(LAPTOP.seeds)]} == {0}  # a first seed of all comes first
+
+
+def test_more_seeds_never_means_fewer():
+    more = LAPTOP.with_seeds(5)
+    assert {more.seeds[model] for model in DELTA_NET} == {6}
+    assert {more.seeds[model] for model in LAPTOP.seeds if model not in DELTA_NET} == {5}
+    assert LAPTOP.with_seeds(1) == LAPTOP
 
 
 def test_a_job_is_done_when_its_file_says_so(tmp_path):

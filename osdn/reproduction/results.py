@@ -38,7 +38,7 @@ def collect(plan: Plan) -> Content:
         "hours": rounded(hours_taken(plan.folder)),
         "models": {model: {"baseline": baseline_of(model), "parameters": n} for model, n in sizes.items()},
         "runs": [{key: run[key] for key in OF_A_RUN} for run in runs],
-        "throughput": {model: speeds["models"][model] for model in sizes},
+        "throughput": {model: speed for model, speed in speeds["models"].items() if model in sizes},
     }
 
 

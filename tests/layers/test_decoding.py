@@ -299,8 +299,12 @@ def test_blocks_must_fit():
             ValueError, match=f"block_size is {size}; it needs a scale, and must divide the 4"
         ):
             decode_step.decode_step(inputs(**changes), decode_step.StepSettings(block_size=size))
+    newton = decode_step.StepSettings(block_size=2)
     with pytest.raises(ValueError, match=r"scale has shape \[2, 2, 4\]"):
-        decode_step.decode_step(inputs(scale=torch.ones(2, 2, 4)), decode_step.StepSettings(block_size=2))
+        decode_step.decode_step(inputs(scale=torch.ones(2, 2, 4)), newton)
+    blocks, retention = torch.ones(2, 2, 2, 2, 2), torch.ones(2, 8)
+    with pytest.raises(ValueError, match="retention has a number per channel"):
+        decode_step.decode_step(inputs(scale=blocks, retention=retention), newton)
 
 
 def test_the_operator_is_what_pytorch_expects_of_one():

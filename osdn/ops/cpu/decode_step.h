@@ -29,7 +29,7 @@ DECLARE_STEP(
     void *out, *next_q_tail, *next_k_tail, *next_v_tail, *final_state, *final_scale;  // out [N, HV V]
     int64_t N, H, HV, K, V, W;
     int64_t decay_kind, retention_kind, gate_kind;  // 0: none; 1: per head, 2: per channel; retention 3: the decay
-    int64_t rule, block, beta_aware;                       // the first two as in a Call
+    int64_t rule, block, beta_aware;                        // as in a Call
     int64_t element, decay_element, norm_element, threads;  // elements of A_log and dt_bias; of norm
     double eta, low, high, eps, prior, constant_retention, write_scale, norm_eps, output_scale;)
 // clang-format on

@@ -28,15 +28,8 @@ INTEGERS = (
     *("rule", "block", "beta_aware", "element", "decay_element", "norm_element", "threads"),
 )
 NUMBERS = (
-    "eta",
-    "low",
-    "high",
-    "eps",
-    "prior",
-    "constant_retention",
-    "write_scale",
-    "norm_eps",
-    "output_scale",
+    *("eta", "low", "high", "eps", "prior", "constant_retention"),
+    *("write_scale", "norm_eps", "output_scale"),
 )
 LAYOUT = struct.Struct(f"{len(INPUTS) + len(OUTPUTS) + len(INTEGERS)}q{len(NUMBERS)}d")
 GATES = {None: 0, "silu": 1, "sigmoid": 2}
@@ -141,6 +134,8 @@ def check(x: StepInputs, settings: StepSettings) -> None:
         raise ValueError(
             f"block_size is {b}; it needs a scale, and must divide the {x.state.shape[2]} channels of a key"
         )
+    if b is not None and per_channel[1]:
+        raise ValueError("retention has a number per channel; with a block_size it must have one per head")
     expected = _shapes(x.q.shape[1], x.q_taps.shape[1], *x.state.shape, *per_channel, block=b)
     dtype = x.q.dtype
     states, steps = wide(dtype), dtype if x.A_log is None else x.A_log.dtype

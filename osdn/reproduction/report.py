@@ -216,7 +216,7 @@ def claim_table(content: Content) -> Table:
         "Values of the block's plain delta rule (of OSDN, where it says so) and of the model; their "
         "difference, paired by seed, with its 95 % interval."
     )
-    heads = ["here", "difference", "%", "the paper, 340M", "%"]
+    heads = ["here", "difference", "%", "paper, 340M", "%"]
     return Table("The paper's claims", heads, rows, note, corner="claim")
 
 

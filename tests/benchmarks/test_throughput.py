@@ -151,11 +151,8 @@ def test_the_papers_changes_follow_from_its_throughputs():
         assert change == pytest.approx(ours["throughput_change"], abs=0.06)
 
 
-def test_the_command_measures_presets_and_sizes(tmp_path, monkeypatch):
-    short = {"warm_ups": 1, "repeats": 2}
-    original = throughput.throughput
-    monkeypatch.setattr(throughput, "throughput", lambda names, **kw: original(names, **kw, **short))
-    sizes = ["--prefill", "16", "--decode", "3"]
+def test_the_command_measures_presets_and_sizes(tmp_path):
+    sizes = ["--prefill", "16", "--decode", "3", "--repeats", "2"]
     done = CliRunner().invoke(app, ["bench", "throughput", "tiny", *sizes, "--output", str(tmp_path)])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "throughput.json").read_text())
@@ -168,7 +165,7 @@ def test_the_command_measures_presets_and_sizes(tmp_path, monkeypatch):
     assert [row["model"] for row in result["rows"]] == names
     assert all(len(row["times_ms"]) == 2 for row in result["rows"])
     assert throughput.expand(["hybrid-tiny"]) == [f"{name}-hybrid-tiny" for name in VARIANTS]
-    (row,) = original(["gdn-hybrid-tiny"], prefill=16, decode=3, **short)["rows"]
+    (row,) = throughput.throughput(["gdn-hybrid-tiny"], prefill=16, decode=3, repeats=1)["rows"]
     assert row["state_mib"] == describe_model("gdn-hybrid-tiny").memory_mib(19)
     done = CliRunner().invoke(app, ["bench", "throughput", "huge"])
     assert done.exit_code == 1

@@ -401,7 +401,7 @@ def figures(content: Content) -> dict[str, tuple[Figure, str]]:
     if compared:
         caption = (
             "Differences in per cent of the baseline: dots with 95 % intervals from this run, diamonds from "
-            "the paper's figures at 340M."
+            "the paper's figures at 340M. An arrow marks an interval that goes on."
         )
         drawings["claims"] = claim_plot(compared), caption
     for plain in dict.fromkeys(model["baseline"] for model in content["models"].values()):
@@ -415,7 +415,11 @@ def figures(content: Content) -> dict[str, tuple[Figure, str]]:
             "Perplexity by position in held-out files, with 95 % intervals over seeds.",
         )
         runs = {title(m): _loss_lines(content, m) for m in block}
-        drawings[f"loss_{plain}"] = plots.losses(runs), "Training loss, means over seeds."
+        drawings[f"loss_{plain}"] = (
+            plots.losses(runs),
+            "Training loss, means over seeds. The text begins with random words, listed twice in longer and "
+            "longer lists; then come files and exercises.",
+        )
     return drawings
 
 
@@ -468,6 +472,10 @@ def claim_plot(compared: Sequence[Finding]) -> Figure:
         low, high = max(finding.ours.low, -reach), min(finding.ours.high, reach)
         axes.plot([low, high], [-i, -i], color=colour[finding.verdict], lw=1.6)
         axes.plot(finding.ours.mean, -i, "o", ms=4.5, color=colour[finding.verdict])
+        if finding.ours.high > reach:  # the interval goes on
+            axes.plot(reach, -i, ">", ms=5, color=colour[finding.verdict], clip_on=False)
+        if finding.ours.low < -reach:
+            axes.plot(-reach, -i, "<", ms=5, color=colour[finding.verdict], clip_on=False)
         if finding.theirs is not None:
             axes.plot(finding.theirs, -i, "D", ms=4, mfc="white", mec=INK)
     axes.axvline(0, color=INK, lw=0.8)

@@ -27,7 +27,7 @@ def losses(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
 
     The whole run is on the left on a logarithmic axis, its final quarter on the right on a linear one.
     """
-    figure, [[whole, final]] = panels(1, 2, (9, 3.4))
+    figure, [[whole, final]] = panels(1, 2, (9, 3.4 + 0.1 * len(runs)))
     curves = {label: loss_curve(lines) for label, lines in runs.items()}
     most = max(curve.tokens[-1] for curve in curves.values())
     unit, word = next(
@@ -55,7 +55,7 @@ def losses(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
         axes.set(xlabel=f"{word} of tokens", ylabel="cross-entropy, nats per token")
         axes.yaxis.set_major_formatter("{x:.2f}")
         axes.yaxis.set_minor_formatter("{x:.1f}" if axes is whole else "")
-    whole.legend(loc="upper right")
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
@@ -119,8 +119,12 @@ def perplexity_by_position(curves: Mapping[str, list[Score]]) -> Figure:
 
 @styled
 def contraction(results: Diagnoses) -> Figure:
-    """(a) q_geo by position, (b) overall: the paper's "Direct theorem-facing residual contraction"."""
-    figure, [[left, right]] = panels(1, 2, (7.8, 3.2), width_ratios=(2, 1))
+    """(a) q_geo by position, (b) overall: the paper's "Direct theorem-facing residual contraction".
+
+    The labels of the bars in (b) name the colours of both.
+    """
+    size = (9, max(3.2, 0.8 + 0.3 * len(results)))
+    figure, [[left, right]] = panels(1, 2, size, width_ratios=(3, 2))
     colour = colours(results)
     for label, result in results.items():
         _by_position(left, result["all"], colour[label], label)
@@ -140,7 +144,6 @@ def contraction(results: Diagnoses) -> Figure:
     right.set_yticks([-i for i in range(len(results))], [legend_label(label) for label in results])
     right.margins(x=0.25)
     right.set(title="(b) overall", xlabel="$q_{geo}$")
-    legend(left)
     return figure
 
 
@@ -159,7 +162,7 @@ def tasks(results: Diagnoses) -> Figure:
                     axes.axvline(summary["boundary"], color=GREY, ls="--", lw=1)
         axes.set(title=task, xlabel="relative position", xlim=(0, 1))
     row[0].set_ylabel("$q_{geo}$")
-    legend(row[0])
+    legend(row[-1])
     return figure
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def reproduce(
     profile: Annotated[
         str,
-        typer.Option(help="minutes (a smoke run), laptop (three to seven hours), or paper (only prints)."),
+        typer.Option(help="minutes (a smoke run), laptop (four to nine hours), or paper (only prints)."),
     ] = "laptop",
     output: Annotated[
         Path | None, typer.Option(help="Folder of the runs; runs/reproduce/PROFILE if not given.")

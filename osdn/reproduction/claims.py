@@ -1,31 +1,32 @@
 """Which of the paper's claims show in these results, decided from intervals by one rule.
 
-A claim says that one model has more of something than another, or less, as the paper's figures at 340M have
-it.  `RULE` says how it is judged.
+Most claims say that one model has more of something than another, or less, as the paper's figures at 340M
+have it; some, that two are equal.  `RULE` says how they are judged.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from osdn.reproduction.profiles import BEST, STEADY, TUNED, baseline_of
 from osdn.reproduction.results import Content, difference, estimate, values
 from osdn.results import paper
 from osdn.results.names import title
-from osdn.results.statistics import Estimate, t_interval
+from osdn.results.statistics import Estimate, median_interval
 
 SHOWS, NOT, UNSEEN = "shows", "does not show", "cannot be seen"
-HALF = 0.5  # of the paper's effect: less does not count as showing it
+HALF = 0.5  # of the paper's effect: an interval wholly below it shows that there is no such effect
 JUDGED = (0.02, 0.98)  # recall of a baseline; beyond, a difference has no room to show
 PARITY = 5.5  # per cent of speed that the paper calls lightweight
+SPREAD = 0.058  # nats between the highest and the lowest of the paper's final losses
 RULE = (
     "The rule: differences are paired by seed, with Student's 95 % interval. A claim shows if the whole "
     "interval is on the side that the paper claims. It does not show if the whole interval is below half of "
-    "the paper's effect, as a share of the baseline's value. Otherwise it cannot be seen with these "
-    "intervals; nor can recall where the baseline answers less than 2 % or more than 98 % of the questions. "
-    "Speed is at parity if the interval over repeats stays within ±5.5 %, the paper's own bound. Intervals "
-    "are not corrected for the number of claims: without any effect, one claim in forty would be expected to "
-    "show."
+    "the paper's effect, as a share of the baseline's value (for drift, of its perplexity). Otherwise it "
+    "cannot be seen with these intervals; nor can recall where the baseline answers less than 2 % or more "
+    "than 98 % of the questions. Intervals are not corrected for the number of claims: without any effect, "
+    "one in forty would be expected to show. Claims of parity show if the whole interval stays within the "
+    "paper's own bounds, ±5.5 % of speed (the median over repeats) and ±0.058 nats of the final loss, and "
+    "do not show if it is wholly outside."
 )
 
 
@@ -40,6 +41,7 @@ class Measure:
     more: str = "higher"
     less: str = "lower"
     digits: int = 3
+    share_of: str = ""  # the column, here and there, that differences are a share of; this one if not given
 
 
 RECALL = Measure("recall", "code_recall", "recall", paper.MAIN)
@@ -48,22 +50,34 @@ SINGLE = Measure("single-pass recall", "code_single", "recall_single", paper.MAI
 RATIO = Measure("residual ratio", "q_geo", "q_geo", paper.RESIDUALS)
 PERPLEXITY = Measure("perplexity", "lm_ppl", "lm_ppl", paper.MAIN, digits=2)
 LONG = Measure("long-document perplexity", "pg19_ppl", "pg19_ppl", paper.MAIN, digits=2)
+DRIFT = Measure("drift", "pg19_drift", "pg19_drift", paper.PG19, digits=2, share_of="pg19_ppl")
 # The ablations' own table, where a model is compared with OSDN.
 ABLATED_RECALL = Measure("recall", "code_recall", "recall", paper.ABLATIONS)
-ABLATED_LONG = Measure("long-document perplexity", "pg19_ppl", "pg19_ppl", paper.ABLATIONS, digits=2)
+ABLATED_DRIFT = Measure("drift", "pg19_drift", "pg19_drift", paper.ABLATIONS, digits=2, share_of="pg19_ppl")
 
-# What the paper's text points out in its tables; which way, its figures say.
+# What the paper's text says of the columns that are measured here; which way, its figures say.  Models are
+# compared with the plain delta rule of their block, or with the one that is named.
 CLAIMS: tuple[tuple[Measure, tuple[str, ...], str | None], ...] = (
+    # Main results, and the text below the tables of recall and of general checks
     (RECALL, ("osdn", "osdn-apf", "osgdn", "osgdn-apf", "oskda", "oskda-apf"), None),
-    (TWICE, ("osdn", "osdn-apf", "osgdn", "osgdn-apf", "oskda-apf"), None),
-    (SINGLE, ("osdn", "osgdn-apf", "oskda"), None),
+    (TWICE, ("osdn", "osdn-apf", "osgdn", "osgdn-apf", "oskda", "oskda-apf"), None),
+    (SINGLE, ("oskda",), None),
+    (RECALL, ("osdn-apf",), "osdn"),
+    (PERPLEXITY, ("osdn", "osdn-apf", "osgdn-apf", "oskda", "oskda-apf"), None),
+    (PERPLEXITY, ("osdn-apf",), "osdn"),
+    # Mechanism diagnostic
     (RATIO, ("osdn", "osdn-apf"), None),
-    (PERPLEXITY, ("osdn", "osdn-apf", "osgdn", "osgdn-apf", "oskda", "oskda-apf"), None),
-    (LONG, ("osdn", "osdn-apf", "osgdn", "oskda"), None),
-    (ABLATED_RECALL, ("osdn-d0", "osdn-d0-free", "osdn-apf"), "osdn"),
-    (ABLATED_LONG, ("osdn-d0", "osdn-d0-free"), "osdn"),
+    (RATIO, ("osdn-apf",), "osdn"),
+    # Length extrapolation
+    (LONG, ("osdn", "osdn-apf", "osgdn", "osgdn-apf", "oskda", "oskda-apf"), None),
+    (LONG, ("osdn-apf",), "osdn"),
+    (DRIFT, ("osdn", "osgdn-apf", "oskda-apf"), None),
+    # Ablations
+    (ABLATED_RECALL, ("osdn-d0-free",), "osdn-d0"),
+    (ABLATED_DRIFT, ("osdn-d0",), "osdn"),
 )
-SPEED = ("osdn", "osdn-apf", "osgdn", "osgdn-apf", "oskda", "oskda-apf")
+FALLING = ("osdn", "osdn-apf")  # their residual ratio, from the first reading to the second
+SCALED = ("osdn", "osdn-apf", "osgdn", "osgdn-apf", "oskda", "oskda-apf")  # at parity in speed and loss
 # Not in the paper: is it the write strength, and is there a better preconditioner?
 QUESTIONS = (
     *((TUNED, "delta_net"), ("osdn", TUNED), ("osdn-apf", TUNED)),
@@ -97,65 +111,111 @@ def judge(d: Estimate, direction: float, least: float) -> str:
 def findings(content: Content) -> list[Finding]:
     """Every claim of the paper that has results."""
     claims = [
-        _claim(content, measure, model, base or baseline_of(model))
-        for measure, models, base in CLAIMS
-        for model in models
+        *(
+            _claim(content, measure, model, base or baseline_of(model))
+            for measure, models, base in CLAIMS
+            for model in models
+        ),
+        *(_second_reading(content, model) for model in FALLING),
+        *(_loss(content, model) for model in SCALED),
+        *(_speed(content, model) for model in SCALED),
     ]
-    return [*(claim for claim in claims if claim is not None), *_speeds(content)]
+    return [claim for claim in claims if claim is not None]
 
 
 def _claim(content: Content, measure: Measure, model: str, base: str) -> Finding | None:
-    ours, level = _compared(content, measure, model, base)
+    ours, value = _compared(content, measure.key, model, base)
+    whole = _mean(content, measure.share_of or measure.key, base, model)
     if ours is None:
         return None
-    a, b = (measure.table.rows[f"{name}-340m"][measure.theirs] for name in (model, base))
-    direction, relative = math.copysign(1, a - b), abs(a - b) / b
-    room = not measure.key.startswith("code_") or JUDGED[0] <= level <= JUDGED[1]
+    theirs, plain = (measure.table.rows[f"{name}-340m"] for name in (model, base))
+    a, b = theirs[measure.theirs], plain[measure.theirs]
+    direction, relative = math.copysign(1, a - b), abs(a - b) / plain[measure.share_of or measure.theirs]
+    room = not measure.key.startswith("code_") or JUDGED[0] <= value <= JUDGED[1]
     side, digits = measure.more if direction > 0 else measure.less, measure.digits
     other = "" if base == baseline_of(model) else f" than {title(base)}"
     return Finding(
         title(model),
         f"{side} {measure.words}{other}",
-        judge(ours, direction, HALF * relative * level) if room else UNSEEN,
-        _two(level, level + ours.mean, digits),
+        judge(ours, direction, HALF * relative * whole) if room else UNSEEN,
+        _two(value, value + ours.mean, digits),
         _interval(ours, digits),
         _two(b, a, digits),
-        _per_cent(ours, level),
-        100 * (a - b) / b,
+        _per_cent(ours, whole),
+        100 * direction * relative,
     )
 
 
-def _compared(content: Content, measure: Measure, model: str, base: str) -> tuple[Estimate | None, float]:
+def _second_reading(content: Content, model: str) -> Finding | None:
+    """The paper shows this in a figure only, so there is no effect to compare with."""
+    first, second = (values(content, model, f"q_{n}_reading") for n in ("first", "second"))
+    ours = estimate({seed: second[seed] - first[seed] for seed in second.keys() & first.keys()})
+    if ours is None:
+        return None
+    before = _mean(content, "q_first_reading", model, model)
+    return Finding(
+        title(model),
+        "lower residual ratio in the second reading",
+        judge(ours, -1, 0.0),
+        _two(before, before + ours.mean, 3),
+        _interval(ours, 3),
+        "",
+        _per_cent(ours, before),
+        None,
+    )
+
+
+def _loss(content: Content, model: str) -> Finding | None:
+    ours, value = _compared(content, "final_loss", model, baseline_of(model))
+    if ours is None:
+        return None
+    return Finding(
+        title(model),
+        "final loss at parity",
+        _parity(ours, SPREAD),
+        _two(value, value + ours.mean, 3),
+        _interval(ours, 3),
+        "",
+        _per_cent(ours, value),
+        None,
+    )
+
+
+def _speed(content: Content, model: str) -> Finding | None:
+    speeds, base = content["throughput"], baseline_of(model)
+    changes = speeds.get(model, {}).get("changes")
+    if not changes:
+        return None
+    change = median_interval(changes)
+    theirs, plain = (paper.THROUGHPUT.rows[f"{name}-340m"] for name in (model, base))
+    return Finding(
+        title(model),
+        "speed at parity",
+        _parity(change, PARITY),
+        _two(speeds[base]["tokens_per_second"], speeds[model]["tokens_per_second"], 0),
+        f"{_interval(change, 1)} %",
+        _two(plain["tokens_per_second"], theirs["tokens_per_second"], 1),
+        change,
+        theirs["throughput_change"],
+    )
+
+
+def _parity(d: Estimate, bound: float) -> str:
+    if max(abs(d.low), abs(d.high)) <= bound:
+        return SHOWS
+    return NOT if d.low > bound or d.high < -bound else UNSEEN
+
+
+def _compared(content: Content, key: str, model: str, base: str) -> tuple[Estimate | None, float]:
     """The paired difference, and the baseline's mean over the same seeds."""
-    ours, theirs = values(content, model, measure.key), values(content, base, measure.key)
-    level = estimate({seed: x for seed, x in theirs.items() if seed in ours})
-    return difference(content, model, base, measure.key), 0.0 if level is None else level.mean
+    return difference(content, model, base, key), _mean(content, key, base, model)
 
 
-def _speeds(content: Content) -> Iterator[Finding]:
-    speeds, printed = content["throughput"], paper.THROUGHPUT.rows
-
-    def fast(name: str) -> float:
-        return printed[f"{name}-340m"]["tokens_per_second"]
-
-    for model in SPEED:
-        changes = speeds.get(model, {}).get("changes")
-        if not changes:
-            continue
-        change, base = t_interval(changes), baseline_of(model)
-        inside = change.low >= -PARITY and change.high <= PARITY
-        outside = change.low > PARITY or change.high < -PARITY
-        theirs = printed[f"{model}-340m"]["throughput_change"]
-        yield Finding(
-            title(model),
-            "speed at parity",
-            SHOWS if inside else NOT if outside else UNSEEN,
-            _two(speeds[base]["tokens_per_second"], speeds[model]["tokens_per_second"], 0),
-            f"{_interval(change, 1)} %",
-            _two(fast(base), fast(model), 0),
-            change,
-            theirs,
-        )
+def _mean(content: Content, key: str, of: str, shared_with: str) -> float:
+    """A model's mean over the seeds that another has as well."""
+    seeds = values(content, shared_with, key).keys()
+    mean = estimate({seed: x for seed, x in values(content, of, key).items() if seed in seeds})
+    return 0.0 if mean is None else mean.mean
 
 
 def answers(content: Content) -> list[Finding]:
@@ -163,7 +223,7 @@ def answers(content: Content) -> list[Finding]:
     results = []
     for model, base in QUESTIONS:
         for measure in ASKED:
-            ours, level = _compared(content, measure, model, base)
+            ours, level = _compared(content, measure.key, model, base)
             if ours is None:
                 continue
             verdict = measure.more if ours.low > 0 else measure.less if ours.high < 0 else UNSEEN

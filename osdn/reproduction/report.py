@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from osdn.models.describe import PAPER_STATE_MIB
 from osdn.reproduction.claims import NOT, RULE, SHOWS, UNSEEN, Finding, answers, findings
 from osdn.reproduction.profiles import ABLATIONS, PROFILES
 from osdn.reproduction.results import Content, difference, estimate, mean_rows, values
@@ -23,7 +24,7 @@ from osdn.results.names import title
 from osdn.results.page import figure, section, table, write_page
 from osdn.results.paper import BUCKETS
 from osdn.results.scores import CODE, CODE_TWICE, Score
-from osdn.results.statistics import Estimate, t_interval
+from osdn.results.statistics import Estimate, median_interval, t_interval
 from osdn.results.style import GREY, INK, legend_label, panel, save, styled
 from osdn.results.tables import NONE, Cell, Row, Table, markdown, number
 
@@ -82,8 +83,12 @@ SPECS = (
     ),
     Spec(
         "Language-model perplexity",
-        "Of held-out files, and its logarithm, the loss in nats per token.",
-        (_LM, Shown("loss", "validation_loss", digits=4, less=True)),
+        "Of held-out files, and its logarithm, the loss in nats per token. The paper's column is its own "
+        "held-out text, FineWeb-Edu.",
+        (
+            Shown("validation", "lm_ppl", "fineweb_edu_ppl", 2, True),
+            Shown("loss", "validation_loss", digits=4, less=True),
+        ),
         paper.PERPLEXITY,
     ),
     Spec(
@@ -164,10 +169,12 @@ def lead(content: Content) -> str:
     tokens = p["steps"] * p["tokens_per_step"]
     return (
         f"{len(content['models'])} models of {min(sizes):,} to {max(sizes):,} parameters, "
-        f"{several} seeds each, {tokens / 1e6:.2f} million tokens per run of Python's standard library and "
-        f"the installed packages ({text['tokens'] / 1e6:.1f} million tokens, digest {text['digest']}), "
-        f"vocabulary {p['vocab_size']:,}. {content['hours']:.1f} hours as {layout} in "
-        f"{choice['precision']} on {content['machine']['cpu']}, {content['machine']['cores']} cores."
+        f"{several} seeds each, {tokens / 1e6:.2f} million tokens per run, vocabulary {p['vocab_size']:,}. "
+        f"The text: {p['primer_tokens'] / 1e6:.2f} million tokens of random words, then files of Python's "
+        f"standard library and the installed packages, {100 * p['exercises']:.0f} % of them as exercises in "
+        f"looking things up ({text['tokens'] / 1e6:.1f} million tokens in all, digest {text['digest']}). "
+        f"{content['hours']:.1f} hours as {layout} in {choice['precision']} on "
+        f"{' and '.join(content['cpus'])}, {content['machine']['cores']} cores."
     )
 
 
@@ -208,13 +215,13 @@ def claim_table(content: Content) -> Table:
                 finding.measured,
                 finding.difference,
                 _share(finding.ours.mean),
-                finding.printed,
+                finding.printed or NONE,
                 _share(finding.theirs),
             ]
             rows.append(Row(f"{finding.model}: {finding.words}", [Cell(text) for text in cells]))
     note = (
-        "Values of the block's plain delta rule (of OSDN, where it says so) and of the model; their "
-        "difference, paired by seed, with its 95 % interval."
+        "Values of the block's plain delta rule (or of the model that is named, or of the first reading) and "
+        "of the model; their difference, paired by seed, with its 95 % interval."
     )
     heads = ["here", "difference", "%", "paper, 340M", "%"]
     return Table("The paper's claims", heads, rows, note, corner="claim")
@@ -334,25 +341,28 @@ def answer_table(content: Content) -> Table:
 
 def speed_table(content: Content) -> Table:
     rows = []
-    for model, row in content["throughput"].items():
+    for model in content["models"]:
+        if (row := content["throughput"].get(model)) is None:
+            continue
         cells = [number(row.get(key), d) for key, d in (("tokens_per_second", 0), ("prefill_ms", 1))]
         cells += [number(row.get(key), d) for key, d in (("decode_ms", 1), ("state_mib", 3))]
         change = Cell()
         if row.get("changes"):
-            e = t_interval(row["changes"])
+            e = median_interval(row["changes"])
             change = Cell(f"{e.mean:+.1f}", f"[{e.low:+.1f}, {e.high:+.1f}]")
         plain = model == content["models"][model]["baseline"]
         rows.append(Row(title(model), [*map(Cell, cells), change], rule=plain))
         theirs = paper.THROUGHPUT.rows.get(f"{model}-340m", {})
         if theirs:
-            printed = [theirs.get("tokens_per_second"), None, theirs.get("decode_ms"), None]
-            cells = [number(x, 1) for x in printed]
+            cells = [number(theirs["tokens_per_second"], 1), NONE]
+            cells += [number(theirs["decode_ms"], 1), number(PAPER_STATE_MIB[f"{model}-340m"], 3)]
             cells.append(number(theirs.get("throughput_change"), 1, True))
             rows.append(Row(f"{THE_PAPERS}, H100", [Cell(text) for text in cells], faint=True))
     p = content["profile"]
     note = (
-        f"One sequence: {p['prefill']:,} tokens in one call, then {p['decode']} greedy ones. Δ is against "
-        f"the baseline, paired within repeats, with the 95 % interval over repeats."
+        f"One sequence: {p['prefill']:,} tokens in one call, then {p['decode']} greedy ones. All are medians "
+        f"over repeats; Δ is the median of the comparisons with the baseline within each repeat, with its "
+        f"95 % interval."
     )
     heads = ["tokens/s", "prefill ms", "decode ms", "state MiB", "Δ %"]
     return Table("Inference throughput", heads, rows, note)
@@ -400,8 +410,9 @@ def figures(content: Content) -> dict[str, tuple[Figure, str]]:
     ]
     if compared:
         caption = (
-            "Differences in per cent of the baseline: dots with 95 % intervals from this run, diamonds from "
-            "the paper's figures at 340M. An arrow marks an interval that goes on."
+            "Differences in per cent of the baseline (drift: of its perplexity): dots with 95 % intervals "
+            "from this run, diamonds from the paper's figures at 340M. An arrow marks an interval that goes "
+            "on."
         )
         drawings["claims"] = claim_plot(compared), caption
     for plain in dict.fromkeys(model["baseline"] for model in content["models"].values()):

@@ -36,6 +36,7 @@ def collect(plan: Plan) -> Content:
         "text": begun["text"] | runs[0]["text"],
         "machine_choice": {key: machine[key] for key in ("layout", "precision", "trials")},
         "hours": rounded(hours_taken(plan.folder)),
+        "cpus": sorted({run["machine"]["cpu"] for run in runs}),
         "models": {model: {"baseline": baseline_of(model), "parameters": n} for model, n in sizes.items()},
         "runs": [{key: run[key] for key in OF_A_RUN} for run in runs],
         "throughput": {model: speed for model, speed in speeds["models"].items() if model in sizes},

@@ -71,13 +71,48 @@ def test_only_shared_seeds_count():
     assert verdict_of(content, "OSDN: higher recall").ours.mean == pytest.approx(52.5)
 
 
-def test_ablations_are_compared_with_osdn():
-    content = results(
-        osdn={"code_recall": [0.3, 0.31, 0.3]}, **{"osdn-d0": {"code_recall": [0.2, 0.21, 0.2]}}
-    )
-    found = verdict_of(content, "OSDN+D0")
-    assert found.words == "lower recall than OSDN"
+def test_ablations_are_compared_with_each_other():
+    content = results(**{
+        "osdn-d0": {"code_recall": [0.3, 0.31, 0.3]}, "osdn-d0-free": {"code_recall": [0.2, 0.21, 0.2]}
+    })  # fmt: skip
+    found = verdict_of(content, "OSDN+D0*: lower recall")
+    assert found.words == "lower recall than OSDN+D0"
     assert found.verdict == SHOWS
+
+
+def test_drift_is_a_share_of_the_perplexity():
+    """Drift can be zero or negative; the paper's is 0.01 for KDA, where OSKDA-APF has -0.11."""
+    level = {"pg19_ppl": [40.0, 41.0, 39.0]}
+    content = results(
+        kda={**level, "pg19_drift": [0.0, 0.1, -0.1]},
+        **{"oskda-apf": {**level, "pg19_drift": [-0.4, -0.3, -0.5]}},
+    )
+    found = verdict_of(content, "lower drift")
+    assert found.verdict == SHOWS
+    assert found.ours.mean == pytest.approx(-1.0)  # 0.4 of 40, in per cent
+    assert found.theirs == pytest.approx(100 * -0.12 / 18.73)
+    content = results(
+        kda={**level, "pg19_drift": [0.0, 0.1, -0.1]},
+        **{"oskda-apf": {**level, "pg19_drift": [0.01, 0.1, -0.09]}},
+    )
+    assert verdict_of(content, "lower drift").verdict == NOT  # within ±0.02, half of theirs would be -0.13
+
+
+def test_a_second_reading_is_compared_with_the_first():
+    readings = {"q_first_reading": [0.4, 0.5, 0.6], "q_second_reading": [0.3, 0.4, 0.49]}
+    found = verdict_of(results(osdn=readings), "second reading")
+    assert (found.verdict, found.measured, found.theirs) == (SHOWS, "0.500 → 0.397", None)
+    readings["q_second_reading"] = [0.41, 0.51, 0.615]
+    assert verdict_of(results(osdn=readings), "second reading").verdict == NOT
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [([2.41, 2.52, 2.6], SHOWS), ([2.5, 2.61, 2.7], NOT), ([2.45, 2.5, 2.7], UNSEEN)],
+)
+def test_the_final_loss_is_judged_by_the_papers_spread(losses, verdict):
+    content = results(delta_net={"final_loss": [2.4, 2.5, 2.6]}, osdn={"final_loss": losses})
+    assert verdict_of(content, "final loss").verdict == verdict
 
 
 @pytest.mark.parametrize(

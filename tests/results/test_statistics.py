@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from osdn.results.experiments import conclusion
-from osdn.results.statistics import estimate, holm, paired_difference, t_interval, t_test
+from osdn.results.statistics import (
+    estimate,
+    holm,
+    median_interval,
+    paired_difference,
+    t_interval,
+    t_test,
+)
 
 
 def test_bootstrap_of_four_values_matches_all_resamples():
@@ -104,3 +111,18 @@ def test_t_intervals_have_the_width_of_the_tables(n, quantile):
 def test_one_seed_has_no_interval():
     found = t_interval([0.3])
     assert (found.mean, found.low, found.high) == (0.3, -math.inf, math.inf)
+
+
+@pytest.mark.parametrize("n", [6, 9, 50])
+def test_the_interval_of_a_median_covers_it_and_is_no_wider_than_it_must_be(n):
+    def coverage(rank):  # that the median lies between the values of this rank from either end
+        return sum(math.comb(n, k) for k in range(rank, n - rank + 1)) / 2**n
+
+    found = median_interval(range(1, n + 1))
+    rank = round(found.low)
+    assert (found.low, found.mean, found.high) == (rank, (n + 1) / 2, n + 1 - rank)
+    assert coverage(rank) >= 0.95 > coverage(rank + 1)
+
+
+def test_an_outlier_does_not_move_a_median():
+    assert median_interval([*range(50)]).high == median_interval([*range(49), 1e9]).high

@@ -7,7 +7,7 @@ have it; some, that two are equal.  `RULE` says how they are judged.
 import math
 from dataclasses import dataclass
 
-from osdn.reproduction.profiles import BEST, STEADY, TUNED, baseline_of
+from osdn.reproduction.profiles import BEST, STEADY, STILL, TUNED, baseline_of
 from osdn.reproduction.results import Content, difference, estimate, values
 from osdn.results import paper
 from osdn.results.names import title
@@ -78,8 +78,9 @@ CLAIMS: tuple[tuple[Measure, tuple[str, ...], str | None], ...] = (
 )
 FALLING = ("osdn", "osdn-apf")  # their residual ratio, from the first reading to the second
 SCALED = ("osdn", "osdn-apf", "osgdn", "osgdn-apf", "oskda", "oskda-apf")  # at parity in speed and loss
-# Not in the paper: is it the write strength, and is there a better preconditioner?
+# Not in the paper: is it the online step, is it the write strength, and is there a better preconditioner?
 QUESTIONS = (
+    *((STILL, "delta_net"), ("osdn-apf", STILL)),
     *((TUNED, "delta_net"), ("osdn", TUNED), ("osdn-apf", TUNED)),
     *((BEST, "delta_net"), (BEST, TUNED), (STEADY, "delta_net"), (STEADY, BEST)),
 )
@@ -219,7 +220,7 @@ def _mean(content: Content, key: str, of: str, shared_with: str) -> float:
 
 
 def answers(content: Content) -> list[Finding]:
-    """What the paper does not ask: the tuned write strength and the best preconditioner of the referee."""
+    """What the paper does not ask: APF without its step, a lower write gate, the referee's best rule."""
     results = []
     for model, base in QUESTIONS:
         for measure in ASKED:

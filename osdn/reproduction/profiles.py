@@ -11,14 +11,16 @@ from typing import Any
 TUNED = "delta_net bias=-2"
 BEST = "osdn-newton-block-8"  # of the referee
 STEADY = "osdn-newton-block-8 retention=0.999"  # the same, for long documents
+STILL = "osdn-apf eta=0"  # a learned retention and no online step: what of APF's effect is the step's?
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     TUNED: ("tiny/delta_net", {"beta_bias": -2.0}),
+    STILL: ("tiny/osdn-apf", {"preconditioner": {"retention": "learned", "eta": 0.0}}),
     STEADY: (
         "tiny/osdn-newton-block-8",
         {"preconditioner": {"rule": "newton", "block_size": 8, "retention": 0.999}},
     ),
 }
-DELTA_NET = ("delta_net", "osdn", "osdn-apf", TUNED, BEST, STEADY)
+DELTA_NET = ("delta_net", "osdn", "osdn-apf", STILL, TUNED, BEST, STEADY)
 ABLATIONS = ("osdn-d0", "osdn-d0-free", "osdn-beta-unaware")
 BLOCKS = {  # the models by the plain delta rule that they are compared with
     "delta_net": (*DELTA_NET, *ABLATIONS),

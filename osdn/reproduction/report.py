@@ -333,8 +333,9 @@ def answer_table(content: Content) -> Table:
         for finding in answers(content)
     ]
     note = (
-        "DeltaNet with a write gate that starts at a strength of 0.12 in place of 0.5, and Newton's method "
-        "in place of the paper's step. A verdict is given where the 95 % interval leaves zero out."
+        "OSDN-APF without the online step, whose scale can only sink; DeltaNet with a write gate that starts "
+        "at a strength of 0.12 in place of 0.5; and Newton's method in place of the paper's step. A verdict "
+        "is given where the 95 % interval leaves zero out."
     )
     return Table("What the paper does not compare", ["verdict", "here", "difference"], rows, note, left=(0,))
 

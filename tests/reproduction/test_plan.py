@@ -23,6 +23,7 @@ from osdn.reproduction.profiles import (
     MINUTES,
     PROFILES,
     STEADY,
+    STILL,
     paper_commands,
 )
 from osdn.reproduction.runner import Layout, Machine, plan_table
@@ -85,6 +86,7 @@ def test_models_are_what_their_names_say(plan):
         assert configs["delta_net bias=-2"].beta_bias == -2
         assert configs["osdn-newton-block-8"].preconditioner["block_size"] == 8
         assert configs[STEADY].preconditioner == {**configs[BEST].preconditioner, "retention": 0.999}
+        assert configs[STILL].preconditioner == {**configs["osdn-apf"].preconditioner, "eta": 0.0}
         assert configs["osgdn-apf"].preconditioner["retention"] == "tied"
         assert configs["osdn-d0-free"].preconditioner["initial_scale"] == "free"
 

@@ -32,14 +32,12 @@ RULE = (
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of ours, the paper's column for it, and what more of it is called."""
+    """A column of ours, and the paper's column for it."""
 
     words: str
     key: str
     theirs: str
     table: paper.Printed
-    more: str = "higher"
-    less: str = "lower"
     digits: int = 3
     share_of: str = ""  # the column, here and there, that differences are a share of; this one if not given
 
@@ -133,7 +131,7 @@ def _claim(content: Content, measure: Measure, model: str, base: str) -> Finding
     a, b = theirs[measure.theirs], plain[measure.theirs]
     direction, relative = math.copysign(1, a - b), abs(a - b) / plain[measure.share_of or measure.theirs]
     room = not measure.key.startswith("code_") or JUDGED[0] <= value <= JUDGED[1]
-    side, digits = measure.more if direction > 0 else measure.less, measure.digits
+    side, digits = "higher" if direction > 0 else "lower", measure.digits
     other = "" if base == baseline_of(model) else f" than {title(base)}"
     return Finding(
         title(model),
@@ -227,7 +225,7 @@ def answers(content: Content) -> list[Finding]:
             ours, level = _compared(content, measure.key, model, base)
             if ours is None:
                 continue
-            verdict = measure.more if ours.low > 0 else measure.less if ours.high < 0 else UNSEEN
+            verdict = "higher" if ours.low > 0 else "lower" if ours.high < 0 else UNSEEN
             words = f"{measure.words}, against {title(base)}"
             both, interval = _two(level, level + ours.mean, measure.digits), _interval(ours, measure.digits)
             results.append(

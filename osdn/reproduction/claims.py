@@ -151,33 +151,18 @@ def _second_reading(content: Content, model: str) -> Finding | None:
     ours = estimate({seed: second[seed] - first[seed] for seed in second.keys() & first.keys()})
     if ours is None:
         return None
-    before = _mean(content, "q_first_reading", model, model)
-    return Finding(
-        title(model),
+    words, before = (
         "lower residual ratio in the second reading",
-        judge(ours, -1, 0.0),
-        _two(before, before + ours.mean, 3),
-        _interval(ours, 3),
-        "",
-        _per_cent(ours, before),
-        None,
+        _mean(content, "q_first_reading", model, model),
     )
+    return _without_figures(model, words, judge(ours, -1, 0.0), before, ours)
 
 
 def _loss(content: Content, model: str) -> Finding | None:
     ours, value = _compared(content, "final_loss", model, baseline_of(model))
     if ours is None:
         return None
-    return Finding(
-        title(model),
-        "final loss at parity",
-        _parity(ours, SPREAD),
-        _two(value, value + ours.mean, 3),
-        _interval(ours, 3),
-        "",
-        _per_cent(ours, value),
-        None,
-    )
+    return _without_figures(model, "final loss at parity", _parity(ours, SPREAD), value, ours)
 
 
 def _speed(content: Content, model: str) -> Finding | None:
@@ -227,11 +212,16 @@ def answers(content: Content) -> list[Finding]:
                 continue
             verdict = "higher" if ours.low > 0 else "lower" if ours.high < 0 else UNSEEN
             words = f"{measure.words}, against {title(base)}"
-            both, interval = _two(level, level + ours.mean, measure.digits), _interval(ours, measure.digits)
-            results.append(
-                Finding(title(model), words, verdict, both, interval, "", _per_cent(ours, level), None)
-            )
+            results.append(_without_figures(model, words, verdict, level, ours, measure.digits))
     return results
+
+
+def _without_figures(
+    model: str, words: str, verdict: str, before: float, ours: Estimate, digits: int = 3
+) -> Finding:
+    """A finding for which the paper prints no figures."""
+    both, interval = _two(before, before + ours.mean, digits), _interval(ours, digits)
+    return Finding(title(model), words, verdict, both, interval, "", _per_cent(ours, before), None)
 
 
 def _two(base: float, model: float, digits: int) -> str:

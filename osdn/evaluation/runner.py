@@ -325,7 +325,7 @@ class Evaluation:
 
 def _check_entry(entry: dict[str, Any]) -> None:
     """Raise an error unless an entry of a result file has everything that this module reads."""
-    dict(entry["protocol"])
+    entry["protocol"].items()
     str(entry["data"]["digest"])
     for part in (entry["results"], entry["errors"]):
         for value in part.values():

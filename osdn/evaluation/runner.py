@@ -326,6 +326,8 @@ class Evaluation:
 def _check_entry(entry: dict[str, Any]) -> None:
     """Raise an error unless an entry of a result file has everything that this module reads."""
     entry["protocol"].items()
+    if not entry["results"]:
+        raise ValueError("a task has no results")
     str(entry["data"]["digest"])
     for part in (entry["results"], entry["errors"]):
         for value in part.values():

@@ -461,7 +461,8 @@ def test_a_document_without_an_answer_is_left_out_and_counted(evaluation, mirror
 @pytest.mark.parametrize("content", [
     b"", b"\xff", b'{"kind": "eval', {}, {"tasks": []}, {"tasks": {"piqa": 3}}, {"tasks": {"piqa": {}}},
     {"tasks": {"piqa": {"results": {"piqa": None}, "errors": {}}}},
-    {"tasks": {"piqa": {"results": {}, "errors": {}, "data": {"digest": "1"}, "protocol": []}}},
+    {"tasks": {"piqa": {"results": {"piqa": 1}, "errors": {}, "data": {"digest": "1"}, "protocol": []}}},
+    {"tasks": {"piqa": {"results": {}, "errors": {}, "data": {"digest": "1"}, "protocol": {}}}},
 ])  # fmt: skip
 def test_a_damaged_result_file_is_reported_and_left_alone(osdn, mirror, tmp_path, content):
     file = tmp_path / "commonsense.json"
